@@ -14,6 +14,9 @@ from pathlib import Path
 COMMANDS = {
     "compile": "$cxx -MMD -MF $out.d $flags $header -c $in -o $out",
     "precompile": "$cxx -MMD -MF $out.d $flags -x c++-header $in -o $out",
+    # clang's names files of this clone: ccache does not store it, and compares the sum.
+    "precompile_here": "CCACHE_DISABLE=1 $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out"
+    " && CCACHE_DISABLE=1 $cxx $flags -E -P -x c++-header $in | md5sum > $out.sum",
     "nvcc": "$nvcc -MD -MF $out.d $flags $in -o $out",
     "link": "$cxx $flags $in $libs -o $out",
 }
@@ -22,6 +25,7 @@ CACHE = {
     "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
     "CCACHE_BASEDIR": str(Path(__file__).resolve().parents[2]),
     "CCACHE_NOHASHDIR": "1",
+    "CCACHE_PCH_EXTSUM": "1",
 }
 
 
