@@ -202,13 +202,13 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
   options_.tuned = std::move(mesh.tuned);  // for split()
   // Heaps exist on a single host only.
   if (runner_.region() != nullptr && runner_.region()->has_heaps()) heap_ = std::move(mesh.heap);
+  if (options_.thread_multiple) return;
   engine_.messenger().set_waiting([this] {
     std::vector<engine::Awaited> all;
-    for (const Worker* const worker : {&worker_, &messages_})
-      for (const PendingReceive& one : worker->waiting_receives()) {
-        PreparedCall prepared{.call = one.call, .deadline = one.deadline};
-        all.push_back(awaited(runner_, prepared));
-      }
+    for (const PendingReceive& one : worker_.waiting_receives()) {
+      PreparedCall prepared{.call = one.call, .deadline = one.deadline};
+      all.push_back(awaited(runner_, prepared));
+    }
     return all;
   });
 }
@@ -227,11 +227,10 @@ const kernels::Reducer* HostGroup::check(const Call& call) const {
 void HostGroup::run(const Call& call) {
   const bool beside = runs_beside(call, options_);
   // As a started one, a large receive takes its message while a send runs.
-  const auto waits = [&](const Worker& worker) {
-    return worker.receives() ||
-           (call.count * bytes_of(call.dtype) > kSmallMessageBytes && worker.runs_calls());
-  };
-  if (is_receive(call) ? waits(beside ? messages_ : worker_) : beside && messages_.runs_calls())
+  const auto large = [&] { return call.count * bytes_of(call.dtype) > kSmallMessageBytes; };
+  if (is_receive(call) ? (beside ? messages_.receives()
+                                 : worker_.receives() || (large() && worker_.runs_calls()))
+                       : beside && messages_.runs_calls())
     return start(call, {})->wait();  // keeps the order
   const kernels::Reducer* const reducer = check(call);
   if (beside) return execute({.call = call, .deadline = Deadline(limit_of(call))});
@@ -278,7 +277,8 @@ std::optional<Worker::Completed> HostGroup::receive_any(
     log_.end(log_.begin(one), one, engine_.traffic(), nullptr, false);
   } catch (...) {
     const PreparedCall& one = calls[received.index];
-    engine_.messenger().detach(static_cast<const std::byte*>(one.call.output));
+    if (!options_.thread_multiple)  // otherwise another thread may use the mailbox now
+      engine_.messenger().detach(static_cast<const std::byte*>(one.call.output));
     error = log_failure(log_.begin(one), one);
   }
   return Worker::Completed{received.index, error};

@@ -366,7 +366,7 @@ bool Worker::runs_calls() const {
 std::vector<PendingReceive> Worker::waiting_receives() const {
   if (!receives()) return {};
   const Lock lock(state_->mutex, std::try_to_lock);  // run_exclusive() holds it while it runs
-  if (!lock) return {};
+  if (!lock || state_->receiving) return {};         // one of them may be complete already
   std::vector<PendingReceive> found;
   if (state_->deferred) found.push_back(*state_->deferred->receive());
   for (const auto& one : state_->receives) found.push_back(*one->receive());
