@@ -157,6 +157,7 @@ void Wires::connect(const pycomm::nccl::NcclId& id, int device,
     mine.for_meet = true;
   }
   std::set<int> devices{device};
+  std::string twice;  // as NCCL's, this error waits until all ranks are there
   for (int accepted = 0; accepted < 2 * (size_ - 1); ++accepted) {
     pollfd door{listener.fd, POLLIN, 0};
     while (poll(&door, 1, kLook) == 0) {
@@ -171,9 +172,9 @@ void Wires::connect(const pycomm::nccl::NcclId& id, int device,
     if (theirs.size != size_)
       throw Failed(NcclResult::invalid_argument, "ranks disagree about the communicator's size");
     if (!theirs.for_meet && !devices.insert(theirs.device).second)
-      throw Failed(NcclResult::invalid_usage,
-                   "Duplicate GPU detected: device " + std::to_string(theirs.device));
+      twice = "Duplicate GPU detected: device " + std::to_string(theirs.device);
   }
+  if (!twice.empty()) throw Failed(NcclResult::invalid_usage, twice);
 }
 
 // System calls: ThreadSanitizer would take send() and recv() for an order of threads.
