@@ -197,14 +197,14 @@ BUDGETS = {
     "benchmarks": 7689,
     "csrc": 4394,
     "csrc/bindings": 5045,
-    "csrc/codec": 1479,
+    "csrc/codec": 1493,
     "csrc/collectives": 1934,
     "csrc/cuda": 5417,
     "csrc/device": 1557,
     "csrc/device_group": 2077,
     "csrc/engine": 4176,
     "csrc/group": 3503,
-    "csrc/kernels": 3639,
+    "csrc/kernels": 3633,
     "csrc/os": 1746,
     "csrc/rendezvous": 1658,
     "csrc/shared": 1824,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6283,
     "tools": 1985,
 }
-IN_ALL = 154_626
+IN_ALL = 154_634
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.

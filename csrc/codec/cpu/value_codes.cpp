@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "core/dtype.h"
 #include "cpu/floats.h"
@@ -177,15 +178,29 @@ void unpack(const std::byte* in, size_t n, Codes& codes) {
   return std::bit_cast<float>(is_nan ? std::bit_cast<uint32_t>(kNaN) : bits);
 }
 
-// Values of codes of Signs.
+// Values of packed codes of Signs.
+template <unsigned kBits>
 struct FromSigns {
   template <cpu::Isa>
-  [[gnu::always_inline]] static void run(const uint8_t* codes, size_t n, uint32_t low,
-                                         uint32_t high, float* values) {
-    for (size_t i = 0; i < n; ++i) {
-      const uint32_t code = codes[i], above = -(code >> 1 & 1);
-      values[i] = with_sign(low ^ ((low ^ high) & above), code);
+  [[gnu::always_inline]] static void run(const std::byte* in, size_t n, uint32_t low, uint32_t high,
+                                         float* values) {
+    const auto value = [&](uint32_t codes, uint32_t i) __attribute__((always_inline)) {
+      const uint32_t code = codes >> i * kBits;
+      const uint32_t above = kBits == 1 ? 0 : -(code >> 1 & 1);
+      return with_sign(low ^ ((low ^ high) & above), code);
+    };
+    using Codes = std::conditional_t<kBits == 1, uint16_t, uint32_t>;
+    constexpr size_t kAtOnce = sizeof(Codes) * 8 / kBits;
+    Codes codes = 0;
+    size_t first = 0;
+    for (; first + kAtOnce <= n; first += kAtOnce, in += sizeof codes) {
+      std::memcpy(&codes, in, sizeof codes);
+#pragma GCC ivdep
+#pragma GCC unroll 1
+      for (uint32_t i = 0; i < kAtOnce; ++i) values[first + i] = value(codes, i);
     }
+    std::memcpy(&codes, in, bytes_of_bits((n - first) * kBits));
+    for (uint32_t i = 0; first + i < n; ++i) values[first + i] = value(codes, i);
   }
 };
 
@@ -234,10 +249,9 @@ template <unsigned kBits>
 void read_signs(const std::byte* in, std::span<float> values) {
   std::array<uint16_t, 2> levels{};
   std::memcpy(levels.data(), in, kBits * sizeof levels[0]);
-  alignas(64) Codes codes;
-  unpack<kBits>(in + kBits * sizeof levels[0], values.size(), codes);
-  cpu::run_on<FromSigns>(cpu::isa_here(), codes.data(), values.size(), uint32_t{levels[0]} << 16,
-                         uint32_t{levels[1]} << 16, values.data());
+  cpu::run_on<FromSigns<kBits>>(cpu::isa_here(), in + kBits * sizeof levels[0], values.size(),
+                                uint32_t{levels[0]} << 16, uint32_t{levels[1]} << 16,
+                                values.data());
 }
 
 // ---- equal steps of the exponent ----------------------------------------------------------------

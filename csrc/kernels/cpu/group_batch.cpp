@@ -25,6 +25,7 @@ static_assert(kRange % kMostGroup == 0);
 class GroupPackets {
  public:
   static constexpr size_t kRangesPerTask = 8;  // so few that their values fit in the cache
+  static constexpr bool kGroups = true;
 
   // Throws InvalidArgument unless these are packets and groups of the arrays.
   GroupPackets(const Chain& chain, std::span<const ReadGroups> packets) : group_(chain.group) {
@@ -56,7 +57,6 @@ class GroupPackets {
   };
   // Of a thread.
   struct Buffers {
-    std::vector<int32_t> elements;
     std::vector<float> values;
     std::vector<codec::Packet> packets;
   };
@@ -67,7 +67,6 @@ class GroupPackets {
     size_t first_value, end_value;
     size_t buffer_begin = 0, buffer_end = 0;
 
-    size_t elements() const { return end_value - first_value; }
     size_t buffered() const { return buffer_end - buffer_begin; }
   };
 
@@ -87,7 +86,7 @@ class GroupPackets {
     Part part{.groups = indices.subspan(from, to - from),
               .first_value = from * group_,
               .end_value = to * group_};
-    if (part.elements() == 0) return part;
+    if (part.groups.empty()) return part;
     constexpr size_t kBlock = codec::kValueBlock;
     part.buffer_begin = part.first_value / kBlock * kBlock;
     part.buffer_end =
@@ -100,25 +99,19 @@ class GroupPackets {
     const auto first = static_cast<int64_t>(begin / group_);
     const auto stop = static_cast<int64_t>(groups_in(end, group_));
     std::vector<Part> parts;
-    size_t elements = 0, values = 0;
+    size_t values = 0;
     for (const Packet& packet : packets_) {
       parts.push_back(part_of(packet, first, stop));
-      elements += parts.back().elements();
       values += parts.back().buffered();
     }
-    if (to.elements.size() < elements) to.elements.resize(elements);
     if (to.values.size() < values) to.values.resize(values);
     to.packets.clear();
-    int32_t* element = to.elements.data();
     float* value = to.values.data();
     for (size_t p = 0; p < parts.size(); ++p) {
       const Part& part = parts[p];
-      for (size_t i = 0; i < part.groups.size(); ++i)
-        expand_group(static_cast<size_t>(part.groups[i]), group_, element + i * group_);
       packets_[p].reader.read_values(part.buffer_begin, {value, part.buffered()});
       to.packets.push_back(
-          {element, value + (part.first_value - part.buffer_begin), part.elements()});
-      element += part.elements();
+          {part.groups.data(), value + (part.first_value - part.buffer_begin), part.groups.size()});
       value += part.buffered();
     }
     return to.packets;

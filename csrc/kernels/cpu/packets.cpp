@@ -22,6 +22,7 @@ Real value_at(const void* values, size_t i) {
 class ElementPackets {
  public:
   static constexpr size_t kRangesPerTask = 32;
+  static constexpr bool kGroups = false;
 
   // Throws InvalidArgument unless indices ascend within the arrays.
   ElementPackets(const Chain& chain, std::span<const codec::Packet> packets, Dtype value_dtype)

@@ -1,7 +1,6 @@
 // Sums of packets on the CPU, and what is done with them: one pass in index order over ranges of
-// 16384 elements. Each range keeps its sums and a flag per element with a value, so each touched
-// cache line of the target is visited once for any number of packets. Neighbours are summed and
-// applied as vectors: packets of groups consist of them.
+// 16384 elements. Each range keeps its sums and a flag per element, or group of elements, with a
+// value, so each touched cache line of the target is visited once for any number of packets.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +23,6 @@
 namespace pycomm::kernels {
 
 inline constexpr size_t kRange = 16384;
-inline constexpr size_t kNeighbours = 16;  // neighbours that are processed together
 
 template <Dtype kDtype>
 using RealOf = std::conditional_t<kDtype == Dtype::float64, double, float>;
@@ -57,15 +55,30 @@ class Ranges {
   std::vector<IndexRange> ranges_;
 };
 
-// Sums the values of the packets for one range after another.
-template <typename Real, Dtype kValue>
+// Calls f(i) for i below n, the sizes of usual groups as vectors.
+template <typename F>
+[[gnu::always_inline]] inline void each_below(size_t n, F&& f) {
+  constexpr size_t kUsual = 16;
+  size_t i = 0;
+  for (; i + kUsual <= n; i += kUsual)
+#pragma GCC ivdep
+#pragma GCC unroll 1
+    for (size_t j = i; j < i + kUsual; ++j) f(j);
+  for (; i < n; ++i) f(i);
+}
+
+// Sums the values of the packets for one range after another. kGroups: the indices are those of
+// groups, and a packet has all values of each.
+template <typename Real, Dtype kValue, bool kGroups>
 class Sums {
  public:
-  Sums(std::span<const codec::Packet> packets, size_t first)
-      : packets_(packets), next_(packets.size()) {
+  // `first`: the first element of the first range. kGroups: `group` elements have one index.
+  Sums(std::span<const codec::Packet> packets, size_t first, size_t group)
+      : packets_(packets), group_(group), next_(packets.size()) {
+    const auto from = static_cast<int64_t>(first / unit());
     for (size_t p = 0; p < packets.size(); ++p) {
       const std::span<const int32_t> indices(packets[p].indices, packets[p].count);
-      const auto at = std::lower_bound(indices.begin(), indices.end(), static_cast<int64_t>(first));
+      const auto at = std::lower_bound(indices.begin(), indices.end(), from);
       next_[p] = static_cast<size_t>(at - indices.begin());
     }
   }
@@ -73,25 +86,20 @@ class Sums {
   // `array`: the first element of the range, of `bytes` each.
   [[gnu::always_inline]] void add_up(const Ranges::IndexRange& range, const std::byte* array,
                                      size_t bytes) {
-    touched_ = runs_ = 0;
-    const auto first = static_cast<int64_t>(range.first), end = first + int64_t(range.count);
+    touched_ = 0;
+    count_ = range.count;
+    const auto first = static_cast<int64_t>(range.first / unit());
+    const auto end = static_cast<int64_t>((range.first + range.count + unit() - 1) / unit());
     for (size_t p = 0; p < packets_.size(); ++p) {
       const codec::Packet& packet = packets_[p];
       size_t at = next_[p];
       while (at < packet.count && packet.indices[at] < first) ++at;  // in no array
-      while (at < packet.count && packet.indices[at] < end) {
+      for (; at < packet.count && packet.indices[at] < end; ++at) {
         const auto i = static_cast<uint32_t>(packet.indices[at] - first);
-        // Indices ascend, so these two say that all between them are neighbours.
-        const bool neighbours =
-            at + kNeighbours <= packet.count && i + kNeighbours <= range.count &&
-            packet.indices[at + kNeighbours - 1] - packet.indices[at] == kNeighbours - 1;
-        __builtin_prefetch(array + i * bytes, 1);
-        if (neighbours && add_run(packet.values, at, i)) {
-          __builtin_prefetch(array + (i + kNeighbours - 1) * bytes, 1);
-          at += kNeighbours;
-        } else {
-          add_one(packet.values, at++, i);
-        }
+        const std::byte* const target = array + i * unit() * bytes;
+        __builtin_prefetch(target, 1);
+        if constexpr (kGroups) __builtin_prefetch(target + (unit() - 1) * bytes, 1);
+        add(packet.values, at, i);
       }
       next_[p] = at;
     }
@@ -100,54 +108,44 @@ class Sums {
   // Calls f(i, sum) for each element of the range with a sum.
   template <typename F>
   [[gnu::always_inline]] void each(F&& f) {
-    for (size_t j = 0; j < runs_; ++j) {
-      const uint32_t begin = run_places_[j];
-#pragma GCC ivdep
-      for (uint32_t i = begin; i < begin + kNeighbours; ++i) f(i, sums_[i]);
-      std::memset(&there_[begin], 0, kNeighbours);
-    }
     for (size_t j = 0; j < touched_; ++j) {
-      const uint32_t i = places_[j];
-      f(i, sums_[i]);
-      there_[i] = 0;
+      const size_t begin = places_[j] * unit(), n = std::min(unit(), count_ - begin);
+      const Real* const sums = &sums_[j * unit()];
+      each_below(n, [&](size_t i) __attribute__((always_inline)) { f(begin + i, sums[i]); });
+      slots_[places_[j]] = 0;
     }
   }
 
  private:
-  [[gnu::always_inline]] void add_one(const void* values, size_t at, uint32_t i) {
-    const auto value = static_cast<Real>(cpu::load<kValue>(values, at));
-    places_[touched_] = i;
-    touched_ += !there_[i];
-    sums_[i] = there_[i] ? sums_[i] + value : value;
-    there_[i] = 1;
-  }
+  // Elements with one index.
+  size_t unit() const { return kGroups ? group_ : 1; }
 
-  // Adds kNeighbours values to neighbours if all of them have a sum, or none; returns whether.
-  [[gnu::always_inline]] bool add_run(const void* values, size_t at, uint32_t i) {
-    std::array<uint64_t, 2> there;
-    static_assert(sizeof there == kNeighbours);
-    std::memcpy(&there, &there_[i], kNeighbours);
-    if ((there[0] | there[1]) == 0) {
-      run_places_[runs_++] = i;
-      std::memset(&there_[i], 1, kNeighbours);
-      for (size_t t = 0; t < kNeighbours; ++t)
-        sums_[i + t] = static_cast<Real>(cpu::load<kValue>(values, at + t));
-      return true;
+  [[gnu::always_inline]] void add(const void* values, size_t at, uint32_t i) {
+    const auto value = [&](size_t t) __attribute__((always_inline)) {
+      return static_cast<Real>(cpu::load<kValue>(values, at * unit() + t));
+    };
+    const bool first = slots_[i] == 0;
+    const size_t slot = first ? touched_ : slots_[i] - 1u;
+    Real* const sums = &sums_[slot * unit()];
+    places_[touched_] = i;
+    touched_ += first;
+    slots_[i] = static_cast<uint16_t>(slot + 1);
+    if constexpr (!kGroups) {  // without a branch, which would be unpredictable
+      *sums = first ? value(0) : *sums + value(0);
+    } else if (first) {
+      each_below(unit(), [&](size_t t) __attribute__((always_inline)) { sums[t] = value(t); });
+    } else {
+      each_below(unit(), [&](size_t t) __attribute__((always_inline)) { sums[t] += value(t); });
     }
-    if ((there[0] & there[1]) != 0x0101'0101'0101'0101) return false;
-    for (size_t t = 0; t < kNeighbours; ++t)
-      sums_[i + t] += static_cast<Real>(cpu::load<kValue>(values, at + t));
-    return true;
   }
 
   std::span<const codec::Packet> packets_;
+  size_t group_;
   std::vector<size_t> next_;
-  size_t touched_ = 0, runs_ = 0;
-  std::array<uint32_t, kRange + 1> places_;  // of single elements with a sum
-  std::array<uint32_t, kRange / kNeighbours>
-      run_places_;                       // the first elements of kNeighbours with sums
-  std::array<uint8_t, kRange> there_{};  // 1: the element has a sum
-  std::array<Real, kRange> sums_;
+  size_t touched_ = 0, count_ = 0;
+  std::array<uint16_t, kRange> slots_{};       // of the sum of an index, + 1; 0: it has none
+  std::array<uint32_t, kRange + 1> places_;    // the index of each sum
+  alignas(64) std::array<Real, kRange> sums_;  // of those that there are, one after the other
 };
 
 // What is done with the sums of a range: out = factor * sum, and 0 without a sum.
@@ -178,11 +176,11 @@ struct ApplySums {
   }
 };
 
-template <typename Real, Dtype kValue, typename F>
+template <typename Sums, typename F>
 struct ProcessRange {
   template <cpu::Isa>
-  [[gnu::always_inline]] static void run(Sums<Real, kValue>* sums, const Ranges::IndexRange* range,
-                                         size_t bytes, const F* f) {
+  [[gnu::always_inline]] static void run(Sums* sums, const Ranges::IndexRange* range, size_t bytes,
+                                         const F* f) {
     auto* const array = static_cast<std::byte*>(range->array.data) + range->begin * bytes;
     sums->add_up(*range, array, bytes);
     (*f)(array, range->count, sums);
@@ -191,6 +189,7 @@ struct ProcessRange {
 
 // Calls f(first element, count, sums) for each range. `packets` has
 //   kRangesPerTask
+//   kGroups                      see Sums
 //   visit_values(g)              calls g with the dtype of the values, a constant
 //   with_packets(begin, end, g)  calls g with packets that have the elements in begin..end-1; they
 //                                may have others, too
@@ -200,14 +199,15 @@ void for_each_range(const Chain& chain, const Packets& packets, const F& f) {
   const size_t bytes = bytes_of(chain.dtype);
   const cpu::Isa isa = cpu::isa_here();
   packets.visit_values([&](auto value) {
+    using Here = Sums<Real, value(), Packets::kGroups>;
     parallel(ranges.tasks(), [&](size_t task) {
       const cpu::ExactFloats exact;
       const auto own = ranges.of_task(task);
       const size_t begin = own.front().first, end = own.back().first + own.back().count;
       packets.with_packets(begin, end, [&](std::span<const codec::Packet> here) {
-        Sums<Real, value()> sums(here, begin);
+        Here sums(here, begin, chain.group);
         for (const auto& range : own)
-          cpu::run_on<ProcessRange<Real, value(), F>>(isa, &sums, &range, bytes, &f);
+          cpu::run_on<ProcessRange<Here, F>>(isa, &sums, &range, bytes, &f);
       });
     });
   });
