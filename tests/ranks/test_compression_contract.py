@@ -15,6 +15,7 @@ import pytest
 import torch
 from contract import (
     COMPRESSED,
+    COUNT,
     DGC,
     GRADIENTS,
     HOSTS,
@@ -23,6 +24,7 @@ from contract import (
     QUANTIZE,
     Trained,
     compression_of,
+    data,
     trained,
     unsent,
 )
@@ -35,9 +37,9 @@ from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 import pycomm
 from pycomm._training.coalesced import bcast_value
 from pycomm._training.communicators import CommunicatorPool
+from pycomm.compress.bucket import CompressionBucket
 from pycomm.testing import run_ranks
 
-COUNT = 192
 every = pytest.mark.parametrize("form", COMPRESSED)
 
 
@@ -52,10 +54,6 @@ class Branches(nn.Module):
     def forward(self, x: Tensor, use_b: bool) -> Tensor:
         loss: Tensor = (self.a * x).sum()
         return loss + (self.b * x.flip(0)).sum() if use_b else loss
-
-
-def data(rank: int, step: int) -> Tensor:
-    return torch.randn(COUNT, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -189,7 +187,8 @@ class Late:
 @pytest.fixture
 def breaking(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts the transfers of each thread, and fails with its number "start " + thread, "end " +
-    thread, or "enqueued " + thread: the names say when."""
+    thread, or "enqueued " + thread: the names say when. "decode " + thread fails afterwards, as
+    where memory is short."""
     counts: dict[str, int] = defaultdict(int)
 
     def breaks(real: Any) -> Any:
@@ -208,14 +207,26 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     for verb in ("all_reduce", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v"):
         monkeypatch.setattr(CommunicatorPool, verb, breaks(getattr(CommunicatorPool, verb)))
+    decode = CompressionBucket.decode
+
+    def decoding(*given: Any) -> None:
+        if "decode " + threading.current_thread().name in counts:
+            raise Broken
+        decode(*given)
+
+    monkeypatch.setattr(CompressionBucket, "decode", decoding)
     return counts
 
 
-@pytest.mark.parametrize("when", ["start", "end", "enqueued"])
-@every
-def test_a_failed_exchange_loses_nothing(form: str, when: str, breaking: dict[str, int]) -> None:
-    """At its start or in its last transfer, on all ranks, and then in the step after. Parameters
-    stay, and the gradient is in the residual; dense and quantized gradients are dropped."""
+FAILURES = [(form, when) for form in COMPRESSED for when in ("start", "end", "enqueued")]
+DECODED = ("dgc", "dgc model", "dgc 2bit", "dgc sharded", "dgc ramp", "dgc unmasked")
+
+
+@pytest.mark.parametrize(("form", "when"), [*FAILURES, *((form, "decode") for form in DECODED)])
+def test_failed_step_sends_nothing(form: str, when: str, breaking: dict[str, int]) -> None:
+    """It fails at its start, in its last transfer or after it, on all ranks, and so does the next.
+    Parameters stay, and no gradient is lost; dense and quantized gradients are dropped.
+    """
     failed = 6, 7
 
     def program(group: pycomm.Group) -> Any:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import GRADIENTS, Trained, compression_of, trained, unsent
+from contract import COUNT, GRADIENTS, Line, Trained, compression_of, data, trained, unsent
 from on_ranks import on_ranks
 from small_models import seeded
 from torch import Tensor, nn
@@ -13,8 +13,6 @@ from torch_ranks import Run, in_processes, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm.testing import run_ranks
-
-COUNT = 192
 
 
 class Layers(nn.Module):
@@ -31,32 +29,18 @@ class Layers(nn.Module):
         return y.square().mean()
 
 
-class Line(nn.Module):
-    """The gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(COUNT))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.a * x).sum()
-
-
 class Rows(nn.Module):
-    """The gradient of `a` is the input; that of the rows is sparse."""
+    """The gradient of `a` is the input; that of the rows is sparse, and that of `exact` float64."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.zeros(COUNT))
         self.rows = nn.Embedding(5, 8, sparse=True)
+        self.exact = nn.Parameter(torch.zeros(3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
         loss: Tensor = (self.a * x).sum()
-        return loss + self.rows(torch.tensor([1, 3])).sum()
-
-
-def data(rank: int, step: int, count: int = COUNT) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(100 * step + rank))
+        return loss + self.rows(torch.tensor([1, 3])).sum() + self.exact.sum().float()
 
 
 def batch(rank: int, step: int) -> Tensor:
@@ -138,14 +122,14 @@ def test_a_rank_without_data_sends_its_residual_at_the_scale_of_others(form: str
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("where", ["a", "rows.weight"])
+@pytest.mark.parametrize("where", ["a", "rows.weight", "exact"])
 @pytest.mark.parametrize("form", GRADIENTS)
-def test_an_overflow_skips_the_optimizer_of_sparse_gradients_too(
+def test_an_overflow_skips_the_optimizer_of_uncompressed_gradients_too(
     group: pycomm.Group, form: str, where: str
 ) -> None:
     module, scaler = Rows(), pycomm.StaticLossScaler(4.0)
     one = torch.optim.SGD([("a", module.a)], lr=1.0)
-    other = torch.optim.SGD(module.rows.parameters(), lr=1.0)
+    other = torch.optim.SGD([module.rows.weight, module.exact], lr=1.0)
     compression = compression_of(form, module, one, scaler)
     model = pycomm.DataParallel(module, compression=compression)
     for step in range(4):

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from contract import COMPRESSED, DGC, GRADIENTS, LOCAL, PLAIN, Trained, trained, unsent
+from contract import (
+    COMPRESSED,
+    COUNT,
+    DGC,
+    GRADIENTS,
+    LOCAL,
+    PLAIN,
+    Line,
+    Trained,
+    data,
+    trained,
+    unsent,
+)
 from on_ranks import on_ranks
 from small_models import alone, batch, equal, momentum_sgd, parameters, perceptron, step_on
 from torch import Tensor, nn
@@ -22,19 +34,6 @@ from pycomm.testing import run_ranks
 DENSE = "none"
 every = pytest.mark.parametrize("form", [*COMPRESSED, *PLAIN, DENSE])
 gradients = pytest.mark.parametrize("form", [*GRADIENTS, DENSE])
-
-
-class Line(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(96))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.w * x).sum()
-
-
-def data(rank: int, step: int) -> Tensor:
-    return torch.randn(96, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 @every
@@ -55,13 +54,13 @@ def test_two_passes_before_a_step(form: str) -> None:
                 made.model(data(group.rank, 2 * step + 1)).backward()
             made.stepper.step()
         states = None if made.holder is None or form in PLAIN else made.holder.gather_state(0)
-        return made.module.w.detach(), states
+        return made.module.a.detach(), states
 
     found = run_ranks(2, program)
     assert torch.equal(found[0][0], found[1][0])
     if form in DGC:
         return  # the dropped gradients of a failed pass are in no sum
-    rest = torch.zeros(96) if found[0][1] is None else unsent(form, Line, found[0][1])[0]
+    rest = torch.zeros(COUNT) if found[0][1] is None else unsent(form, Line, found[0][1])[0]
     total = sum(data(r, s) for r in range(2) for s in range(10)) / 2
     torch.testing.assert_close(rest - found[0][0], total, rtol=1e-5, atol=1e-4)
 
@@ -270,8 +269,8 @@ def test_one_rank_sends_the_residuals_of_several() -> None:
         made.holder.load_state_dict(gathered)
         found = []
         for _ in range(2):
-            made.step(lambda model: model(torch.zeros(96)))
-            found.append(made.module.w.detach().clone())
+            made.step(lambda model: model(torch.zeros(COUNT)))
+            found.append(made.module.a.detach().clone())
         return found
 
     for found in run_ranks(1, one)[0]:

@@ -1,7 +1,7 @@
 """DGC with compact packets: required properties for every kind of values, and the bytes sent.
 
-Ranks are threads. Loss scales, torch's DDP: test_dgc_steps.py. Choice of the exchange:
-test_dgc_exchange_policy.py. The packets: test_compact.py.
+Ranks are threads. Torch's DDP: test_dgc_steps.py. Loss scales: test_compression_contract.py. Choice
+of the exchange: test_dgc_exchange_policy.py. The packets: test_compact.py.
 """
 
 import itertools

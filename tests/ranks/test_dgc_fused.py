@@ -1,6 +1,6 @@
 """DGC with fused=True compared with updates by p.grad, bit by bit.
 
-Under torch's DDP and with loss scales: test_dgc_steps.py.
+Under torch's DDP: test_dgc_steps.py. With loss scales: test_compression_contract.py.
 """
 
 from typing import Any
@@ -60,31 +60,6 @@ def test_the_same_bits(options: dict[str, Any], dtype: torch.dtype) -> None:
         if vectors:  # torch's SGD then uses fma
             assert equal(a, b)
         torch.testing.assert_close(a, b)
-
-
-def test_with_a_loss_scale() -> None:
-    """A skipped step between two others updates nothing, and later steps update once."""
-
-    def program(group: pycomm.Group, fused: bool) -> list[Tensor]:
-        module = perceptron()
-        scale = pycomm.StaticLossScaler(256.0)
-        model, optimizer, _ = compressed(module, scaler=scale, fused=fused)
-        for step in range(6):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
-            before = parameters(module)
-            overflow = step == 3
-            scale.scale(loss * (float("inf") if overflow and group.rank else 1.0)).backward()
-            scale.step(optimizer)
-            scale.update()
-            assert equal(before, parameters(module)) == overflow
-            if step == 1:
-                optimizer.step()  # without a backward pass nothing was received
-        return parameters(module)
-
-    plain, fused = (run_ranks(2, program, way) for way in (False, True))
-    assert equal(*fused)
-    assert not equal(plain[0], fused[0])  # without fused, a second step() applies a second time
 
 
 def test_skipped_step_is_discarded_with_its_gradient() -> None:

@@ -1,6 +1,6 @@
-"""Training with compression=Quantize(), in DataParallel and as a hook of DDP: replicas, residuals
-and loss scales. Ranks are threads; DDP runs in processes. States and failures:
-test_quantized_states.py.
+"""Training with compression=Quantize(), in DataParallel and as a hook of DDP: gradients,
+dtypes and bytes. Ranks are threads; DDP runs in processes. States: test_quantized_states.py; loss
+scales and failures: test_compression_contract.py.
 """
 
 from typing import Any
@@ -69,62 +69,6 @@ def test_gradients_are_those_of_the_model_in_all_buckets(
         found.append([p.grad.flatten().numpy().copy() for p in model.parameters()])
     for got, want in zip(found, mean_gradients(ranks, 3, quantize), strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("double", [False, True])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    group: pycomm.Group, bad: float, double: bool
-) -> None:
-    """With a parameter of float64, which is sent exactly, the overflow may be in it only."""
-    module = wide()
-    if double:
-        module.register_parameter("extra", nn.Parameter(torch.ones(3, dtype=torch.float64)))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    quantized = pycomm.QuantizedGradients(module.named_parameters(), scaler=scaler)
-    model = pycomm.DataParallel(module, compression=quantized)
-    optimizer = adam(model)
-    for step in range(4):
-        before, weights = quantized.state_dict(), parameters(module)
-        x, y = batch(group.rank, step)
-        factor = bad if step == 2 and group.rank == 1 else 1.0
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), y)
-        loss = loss + (module.extra.sum() * factor).float() if double else loss * factor
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped = equal(weights, parameters(module))
-        assert skipped == (step == 2)
-        if skipped:
-            assert scaler.get_scale() == 512.0
-            after = quantized.state_dict()
-            assert after["step"] == before["step"] == 2
-            for key in ("residual", "owner_residual"):
-                assert equal([*after[key].values()], [*before[key].values()])
-
-
-def test_residuals_follow_the_loss_scale() -> None:
-    """A power of two changes nothing: the same bits as without a scale."""
-
-    def program(group: pycomm.Group, scales: list[float]) -> list[Tensor]:
-        module = wide()
-        scaler = pycomm.StaticLossScaler(scales[0])
-        quantized = pycomm.QuantizedGradients(module.named_parameters(), scaler=scaler)
-        model = pycomm.DataParallel(module, compression=quantized)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for step, scale in enumerate(scales):
-            x, y = batch(group.rank, step)
-            optimizer.zero_grad()
-            assert scaler.get_scale() == scale
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update(scales[(step + 1) % len(scales)])
-        return parameters(module)
-
-    scaled = run_ranks(2, program, [8.0, 8.0, 4.0, 64.0])
-    assert equal(scaled[0], run_ranks(2, program, [1.0] * 4)[0])
 
 
 class Sums(nn.Module):

@@ -1,6 +1,6 @@
-"""Steps of DGC that fail: in the exchange, before it and after it. Ranks are threads.
+"""Steps of DGC that lose a rank, or are interrupted by Ctrl-C.
 
-Survivors that continue: test_shrink.py. Others: test_dgc_steps.py.
+Other failures of a step: test_compression_contract.py. Survivors that continue: test_shrink.py.
 """
 
 import signal
@@ -14,93 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import pycomm
-from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import step as steps
-from pycomm.compress.bucket import CompressionBucket
 from pycomm.compress.dgc import compressor_of
 from pycomm.errors import Error
 from pycomm.testing import FaultPlan, run_ranks
 
-
-class Broken(Exception):
-    """The error that a part of a step raises in these tests."""
-
-
 COMPACT = {"value_dtype": "3bit", "exchange": "gather"}
 SPLIT, SOME_DENSE = {"exchange": "sharded"}, {"min_count": 600}
-CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # no rank reaches it
-# The function, and the number of its call in a step.
-FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [
-    *(
-        (CommunicatorPool, "all_gather", 1, o)
-        for o in ({}, {"select": "model"}, SOME_DENSE, COMPACT)
-    ),
-    (CommunicatorPool, "all_reduce", 3, SOME_DENSE),
-    *((CommunicatorPool, "all_gather_v", 1, o) for o in ({**COMPACT, "select": "model"}, SPLIT)),
-    # After the exchange, when memory is short, for example.
-    (CompressionBucket, "decode", 2, {}),
-    *((CompressionBucket, "decode", 1, o) for o in (COMPACT, SPLIT)),
-    (CompressionBucket, "decode", 1, SOME_DENSE),
-    (steps, "clip_gradients", 1, CLIPPED),
-]
-
-
-@pytest.mark.parametrize(("where", "what", "call", "options"), FAILING)
-def test_failed_step_sends_nothing(
-    monkeypatch: pytest.MonkeyPatch, where: Any, what: str, call: int, options: dict[str, Any]
-) -> None:
-    """Compared with a twin whose step selects nothing: u and v contain the gradient, nothing else
-    changed."""
-    real = getattr(where, what)
-    at, calls = [-1, -1], [0, 0]  # by rank
-
-    def sometimes(*args: Any) -> Any:
-        rank = pycomm.rank()
-        calls[rank] += 1
-        if calls[rank] == at[rank]:
-            raise Broken
-        return real(*args)
-
-    monkeypatch.setattr(where, what, sometimes)
-
-    def program(group: pycomm.Group, fail: bool) -> list[Tensor]:
-        module = perceptron().double()
-        model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
-        for step in range(8):
-            x, y = batch(group.rank, step)
-            data = x.double(), y.double()
-            if step == 4 and fail:
-                before, weights = memory_of(dgc), parameters(module)
-                gradients = torch.autograd.grad(
-                    F.mse_loss(module(data[0]), data[1]), list(module.parameters())
-                )
-                at[group.rank] = calls[group.rank] + call
-                optimizer.zero_grad()
-                with pytest.raises(Broken):
-                    F.mse_loss(model(data[0]), data[1]).backward()
-                at[group.rank] = -1
-                pycomm.barrier()
-                assert equal(weights, parameters(module))
-                assert dgc.stats()["step"] == 4
-                after, taken = memory_of(dgc), 0
-                assert all(equal(before[n], after[n]) for n in before if "owner_residual" in n)
-                for (name, old), g in zip(before.items(), gradients, strict=False):
-                    if len(old) == 1:
-                        assert equal(old, after[name])  # is sent dense: not touched
-                        continue
-                    u = torch.add(g.flatten(), old[0], alpha=0.9)
-                    if torch.equal(after[name][0], old[0]):
-                        assert equal(after[name], old)  # its bucket was not exchanged yet
-                        continue
-                    taken += 1
-                    torch.testing.assert_close(after[name], [u, old[1] + u], rtol=1e-15, atol=0)
-                assert taken > 0
-                continue
-            step_on(model, data, optimizer)
-        return parameters(module)
-
-    results = run_ranks(2, program, True)
-    assert equal(*results)
 
 
 def test_rank_failure_during_the_exchange_changes_no_state() -> None:

@@ -49,6 +49,25 @@ COMPRESSED = [*GRADIENTS, *LOCAL]
 HOSTS = {"dgc": {"exchange": "hierarchical"}, "quantize": {}, "topk": {}}  # also between hosts
 
 
+COUNT = 192  # elements of data()
+
+
+def data(rank: int, step: int) -> Tensor:
+    """Numbers of one rank."""
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Line(nn.Module):
+    """The gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a * x).sum()
+
+
 @dataclass
 class Trained:
     """A module and what trains it.
