@@ -13,11 +13,9 @@ from small_models import batch, equal, parameters, perceptron
 from torch import Tensor
 from torch.nn import functional as F
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
-from update_training import FEW_BITS, SMALL, Compression, adamw
+from update_training import EXACT, FEW_BITS, SMALL, Compression, adamw
 
 import pycomm
-
-EXACT = pycomm.TopK(density=1, value_dtype="float32")
 
 
 def _trained(form: str, compression: Compression) -> list[Tensor]:

@@ -11,8 +11,8 @@ from small_models import batch, equal, parameters, perceptron, step_on
 from torch import nn
 from torch.nn import functional as F
 from update_training import (
-    FEW_BITS,
-    SHARDED,
+    BOTH,
+    EXACT,
     SMALL,
     Compression,
     check_failed,
@@ -21,14 +21,8 @@ from update_training import (
 )
 
 import pycomm
-from pycomm import TopK
 from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
 from pycomm.testing import run_ranks
-
-BOTH = pytest.mark.parametrize(
-    "compression", [SMALL, SHARDED, FEW_BITS], ids=["topk", "topk, sharded", "quantize"]
-)
-EXACT = TopK(density=1, value_dtype="float32")
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -7,15 +7,11 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from small_models import batch, equal, perceptron, step_on
-from update_training import FEW_BITS, SHARDED, SMALL, adamw, residuals
+from update_training import BOTH, SHARDED, SMALL, adamw, residuals
 
 import pycomm
 from pycomm.errors import Error, InvalidArgument
 from pycomm.testing import run_ranks
-
-BOTH = pytest.mark.parametrize(
-    "compression", [SMALL, SHARDED, FEW_BITS], ids=["topk", "topk, sharded", "quantize"]
-)
 
 
 def states_after(group: pycomm.Group, compression: Any, steps: int, state: Any = None) -> Any:

@@ -19,6 +19,10 @@ Compression = pycomm.TopK | pycomm.Quantize
 SMALL = pycomm.TopK(density=0.2, group=4)
 SHARDED = pycomm.TopK(density=0.2, group=4, exchange="sharded")
 FEW_BITS = pycomm.Quantize(bits=2, down_bits=4)
+EXACT = pycomm.TopK(density=1, value_dtype="float32")
+BOTH = pytest.mark.parametrize(
+    "compression", [SMALL, SHARDED, FEW_BITS], ids=["topk", "topk, sharded", "quantize"]
+)
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
