@@ -65,53 +65,6 @@ def test_batch_isend_irecv() -> None:
         assert (x == 100 * r + tag).all()
 
 
-@in_processes(2, 3)
-def test_functional_collectives() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
-    every = [values(r, (2 * size, 3), torch.float32) for r in range(size)]
-    x, total = every[rank], sum(every)
-    kept = x.clone()
-    same(functional.all_reduce(x, "sum", group), total, "all_reduce")
-    torch.testing.assert_close(functional.all_reduce(x, "avg", group), total / size)
-    same(functional.broadcast(x, 1, group), every[1], "broadcast")
-    for dim in (0, 1):
-        gathered = functional.all_gather_tensor(x, dim, group)
-        same(gathered, torch.cat(every, dim), ("all_gather_tensor", dim))
-    scattered = functional.reduce_scatter_tensor(x, "sum", 0, group)
-    same(scattered, total.chunk(size)[rank], "reduce_scatter_tensor")
-    wide = torch.cat([x] * size, 1)
-    scattered = functional.reduce_scatter_tensor(wide, "sum", 1, group)
-    same(scattered, total, "reduce_scatter_tensor in another dimension")
-    wanted = torch.cat([e.chunk(size)[rank] for e in every])
-    same(functional.all_to_all_single(x, None, None, group), wanted, "all_to_all_single")
-    rows = [2 if rank == r else 1 for r in range(size)]  # one row more to itself
-    uneven = functional.all_to_all_single(x[: size + 1], rows, rows, group)
-    assert uneven.shape == (size + 1, 3)
-    right = [(r + 1) % size for r in range(size)]
-    turned = functional.permute_tensor(x.flatten(), right, group)  # torch takes one dimension
-    same(turned, every[(rank - 1) % size].flatten(), "permute_tensor")
-    for got, factor in zip(
-        functional.all_reduce_coalesced([x, 2 * x], "sum", group), (1, 2), strict=True
-    ):
-        same(got, factor * total, "all_reduce_coalesced")
-    for got, factor in zip(
-        functional.all_gather_into_tensor_coalesced([x, 2 * x], group), (1, 2), strict=True
-    ):
-        same(got, factor * torch.cat(every), "all_gather_into_tensor_coalesced")
-    for got, factor in zip(
-        functional.reduce_scatter_tensor_coalesced([x, 2 * x], "sum", [0, 0], group),
-        (1, 2),
-        strict=True,
-    ):
-        same(got, factor * total.chunk(size)[rank], "reduce_scatter_tensor_coalesced")
-    same(x, kept, "inputs stay as they are")
-    leaf = torch.ones(2 * size, 3, requires_grad=True)
-    gathered = functional.all_gather_tensor_autograd(leaf, 0, group)
-    gathered.backward(torch.ones_like(gathered))  # torch 2.11 needs contiguous gradients
-    same(leaf.grad, torch.full_like(leaf, size), "gradient of all_gather")
-
-
 def _step(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     size = dist.get_world_size(group)
     total = functional.all_reduce(x * 2, "sum", group)

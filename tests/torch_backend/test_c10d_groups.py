@@ -38,7 +38,7 @@ def _sum_of_ranks(group: dist.ProcessGroup, members: list[int]) -> None:
 
 
 @in_processes(3)
-def test_new_group_without_descriptors_names_the_rank() -> None:
+def test_rank_without_descriptors_is_named_by_all() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     dist.new_group()  # opens the connections to the store that a new group needs
     if dist.get_rank() == 1:
@@ -188,21 +188,6 @@ def test_split_group() -> None:
     part._get_backend(CPU).shutdown()
     _sum_of_ranks(world, list(range(size)))
     backend.perform_nocolor_split(CPU)  # new_group requires this of ranks outside the group
-
-
-@in_processes(4)
-def test_device_mesh() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-    row, column = mesh.get_group("rows"), mesh.get_group("columns")
-    assert dist.get_backend(row) == "pycomm"
-    assert dist.get_process_group_ranks(column) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    _sum_of_ranks(column, dist.get_process_group_ranks(column))
-    _sum_of_ranks(row, [rank % 2, rank % 2 + 2])
-    flat = mesh["rows", "columns"]._flatten("all")
-    _sum_of_ranks(flat.get_group(), [0, 1, 2, 3])
 
 
 @in_processes(2, 3)

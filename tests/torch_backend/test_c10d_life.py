@@ -1,4 +1,4 @@
-"""The lifetime of groups, handles and errors of the backend "pycomm", and DDP, in real processes.
+"""The lifetime of groups, handles and errors of the backend "pycomm", in real processes.
 
 The functions `_...` run in the processes of torch_ranks.py; test_c10d.py has the verbs.
 """
@@ -71,48 +71,6 @@ def test_wait_has_its_own_limit() -> None:
     else:
         dist.distributed_c10d._get_default_store().wait(["waited"])
         dist.all_reduce(torch.ones(1))
-
-
-def _model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(3, 8, 3),
-        torch.nn.BatchNorm2d(8),
-        torch.nn.ReLU(),
-        torch.nn.Flatten(),
-        torch.nn.Linear(8 * 36, 100),
-        torch.nn.ReLU(),
-        torch.nn.Linear(100, 10),
-    )
-
-
-def _train(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Five steps of DDP on this rank's own data; parameters before and after."""
-    model = DistributedDataParallel(_model(), process_group=group, bucket_cap_mb=0.05)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(5):
-        x = torch.randn(16, 3, 8, 8, generator=data)
-        target = torch.randint(0, 10, (16,), generator=data)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), target).backward()
-        optimizer.step()
-    return before, [p.detach() for p in model.parameters()]
-
-
-@in_processes(2, 3)
-def test_ddp_trains_as_with_gloo() -> None:
-    gloo = dist.new_group(backend="gloo")
-    before, ours = _train(dist.group.WORLD)
-    _, theirs = _train(gloo)
-    for start, a, b in zip(before, ours, theirs, strict=True):
-        assert not torch.equal(start, a), "training changes every parameter"
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        replicas = [torch.empty_like(a) for _ in range(dist.get_world_size())]
-        dist.all_gather(replicas, a)
-        for replica in replicas:
-            same(replica, a, "replica")
 
 
 @in_processes(2)

@@ -42,31 +42,6 @@ def _sum(group: dist.ProcessGroup, n: int, *, asynchronous: bool) -> float:
 
 
 @in_processes(2, 4)
-def test_messages_with_different_tags() -> None:
-    group, rank = _group(), dist.get_rank()
-
-    def swap(tag: int, asynchronous: bool) -> None:
-        for i in range(30 if rank < 2 else 0):
-            mine, theirs = torch.full((SMALL,), tag * 100.0 + i), torch.empty(SMALL)
-            if asynchronous:
-                works = [
-                    dist.isend(mine, 1 - rank, group, tag), dist.irecv(theirs, 1 - rank, group, tag)
-                ]  # fmt: skip
-                for work in works:
-                    work.wait()
-            elif rank == 0:
-                dist.send(mine, 1, group, tag)
-                dist.recv(theirs, 1, group, tag)
-            else:
-                dist.recv(theirs, 0, group, tag)
-                dist.send(mine, 0, group, tag)
-            assert torch.equal(mine, theirs)
-
-    _together(lambda: swap(1, False), lambda: swap(2, True), lambda: swap(3, False))
-    dist.destroy_process_group(group)
-
-
-@in_processes(2, 4)
 def test_messages_pass_a_collective() -> None:
     group, rank, size = _group(), dist.get_rank(), dist.get_world_size()
 
@@ -143,32 +118,6 @@ def test_destroying_a_group_while_threads_wait() -> None:
         end,
     )
     dist.barrier()
-
-
-@in_processes(2)
-def test_a_second_thread_is_rejected_without_the_option() -> None:
-    group, rank = dist.new_group(), dist.get_rank()
-    if rank == 1:
-        dist.barrier()
-        dist.all_reduce(torch.ones(1), group=group)
-        return
-    refused = threading.Event()
-
-    def call() -> str:
-        try:
-            dist.all_reduce(torch.ones(1), group=group)
-        except ValueError as error:  # the result
-            refused.set()
-            return str(error)
-        return ""
-
-    def release() -> None:
-        assert refused.wait(CALL_S)
-        dist.barrier()
-
-    first, second = sorted(_together(call, call, release)[:2])
-    assert first == ""
-    assert "thread_multiple=True" in second
 
 
 @in_processes(2)

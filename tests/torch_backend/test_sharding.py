@@ -61,7 +61,8 @@ def _functional() -> dict[str, Any]:
     splits = [1 + (rank + peer) % 2 for peer in range(size)]
     rows = torch.full((sum(splits), 2), float(rank))
     found["uneven"] = functional.all_to_all_single(rows, splits, splits, group)
-    return {name: _waited(value) for name, value in found.items()}
+    results = {name: _waited(value) for name, value in found.items()}
+    return {**results, "inputs": [a, b]}
 
 
 def _waited(value: Any) -> Any:
@@ -80,6 +81,7 @@ def test_functional_collectives(both: Run, size: int) -> None:
         same(found["broadcast"], a[1], "broadcast")
         same(found["gather columns"], torch.cat(a, 1), "columns")
         same(found["gather both"][1], torch.cat(b), "both")
+        same(found["inputs"][1], b[rank], "inputs stay as they are")
         mine = slice(2 * rank, 2 * rank + 2)
         same(found["scatter both"][1], 2 * sum(b)[mine], "scatter both")
         same(found["scatter columns"], sum(b).t()[:, mine], "scatter columns")

@@ -4,13 +4,13 @@ inputs, ZeRO, pipelines and checkpoints. Each compared with gloo, and with one p
 The functions `_...` run in the processes of torch_ranks.py.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from small_models import alone, batch, parameters, perceptron, step_on
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -30,29 +30,6 @@ from torch_ranks import (  # noqa: F401 - a fixture
 )
 
 STEPS = 3
-Wrap = Callable[[nn.Module], nn.Module]
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 20), nn.Tanh(), nn.Linear(20, 3)
-    )
-
-
-def _batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(4, 16, generator=made), torch.randn(4, 3, generator=made)
-
-
-def _step(model: nn.Module, x: torch.Tensor, y: torch.Tensor, optimizer: Any) -> None:
-    optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
-
-
-def _parameters(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def _adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,27 +38,22 @@ def _adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def _alone(ranks: int) -> list[torch.Tensor]:
     """The result of one process for the batches of all ranks."""
-    model = _model()
-    optimizer = _adam(model)
-    for step in range(STEPS):
-        batches = [_batch(rank, step) for rank in range(ranks)]
-        _step(model, *(torch.cat(part) for part in zip(*batches, strict=True)), optimizer)
-    return _parameters(model)
+    return alone(perceptron(), STEPS, ranks, _adam)
 
 
 def _ddp(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
     for step in range(STEPS):
-        _step(model, *_batch(dist.get_rank(), step), optimizer)
-    return _parameters(model)
+        step_on(model, batch(dist.get_rank(), step), optimizer)
+    return parameters(model)
 
 
 def _zero() -> list[list[torch.Tensor]]:
     """ZeRO and plain Adam, which must be equal bit by bit; and its state, gathered on rank 0."""
-    plain = DistributedDataParallel(_model())
+    plain = DistributedDataParallel(perceptron())
     wanted = _ddp(plain, _adam(plain))
     results = [wanted]
     for overlap in (False, True):  # parameters_as_bucket_view
-        model = DistributedDataParallel(_model())
+        model = DistributedDataParallel(perceptron())
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(),
             optimizer_class=torch.optim.Adam,
@@ -116,7 +88,7 @@ HOOKS["bf16"] = _bf16
 def _hooks() -> dict[str, list[torch.Tensor]]:
     found = {}
     for name, hook in HOOKS.items():
-        model = DistributedDataParallel(_model())
+        model = DistributedDataParallel(perceptron())
         model.register_comm_hook(None, hook)
         found[name] = _ddp(model, _adam(model))
     return found
@@ -126,17 +98,17 @@ def _hooks() -> dict[str, list[torch.Tensor]]:
 def test_ddp_with_compressing_hooks(run: Run, size: int, both: Run) -> None:
     """16-bit sums of more than two ranks are rounded once here and at each step in gloo."""
     everyone = (both if size == 2 else run)(size, _hooks)
-    alone = _alone(size)
+    wanted = _alone(size)
     loose = {"plain": 1e-5, "fp16": 0.02, "bf16": 0.06}
     for found in everyone:
         for name, got in found.items():
-            torch.testing.assert_close(got, alone, rtol=1e-4, atol=loose[name])
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=loose[name])
             for mine, first in zip(got, everyone[0][name], strict=True):
                 same(mine, first, (name, "ranks agree"))
 
 
 def _power_sgd() -> list[torch.Tensor]:
-    model = DistributedDataParallel(_model())
+    model = DistributedDataParallel(perceptron())
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1
     )
@@ -184,9 +156,9 @@ def _compiled() -> list[list[torch.Tensor]]:
 
         called = torch.compile(model, backend=keep) if compiled else model
         for step in range(STEPS):
-            _step(called, *_batch(dist.get_rank(), step), optimizer)
+            step_on(called, batch(dist.get_rank(), step), optimizer)
         assert len(graphs) >= 2 * compiled
-        results.append(_parameters(model))
+        results.append(parameters(model))
     torch.testing.assert_close(*results)
     return results
 
@@ -198,21 +170,21 @@ def test_compiled_ddp(both: Run) -> None:
 def _uneven() -> list[torch.Tensor]:
     """Rank r has r + 2 batches; a rank without more data shadows the others' collectives."""
     rank = dist.get_rank()
-    model = DistributedDataParallel(_model())
+    model = DistributedDataParallel(perceptron())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), optimizer_class=torch.optim.SGD, lr=0.05
     )
     with Join([model, optimizer]):
         for step in range(rank + 2):
-            _step(model, *_batch(rank, step), optimizer)
-    return _parameters(model)
+            step_on(model, batch(rank, step), optimizer)
+    return parameters(model)
 
 
 @SIZES
 def test_uneven_inputs_under_join(both: Run, size: int) -> None:
     everyone = both(size, _uneven)
     for got in everyone:
-        for mine, first, before in zip(got, everyone[0], _parameters(_model()), strict=True):
+        for mine, first, before in zip(got, everyone[0], parameters(perceptron()), strict=True):
             same(mine, first, "ranks agree")
             assert not torch.equal(mine, before)
 
