@@ -1,10 +1,8 @@
 // Plans and messages of ranks whose communicators join those of their host alone, over the emulated
-// runtime: data between hosts uses bridges, also in graphs, and ends. Part of the program
-// `streams`.
+// runtime: data between hosts uses bridges, also in graphs. Part of the program `streams`. Failures
+// and aborts: tests/native/host_staging_test.cpp.
 #include "device/host_staging_channel.h"
 
-#include <atomic>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -135,65 +133,5 @@ const Test kReplayed(
                 },
                 {0, 1});
     });
-
-// A post with a test's function.
-class Told final : public device::HostTransport {
- public:
-  std::function<void()> body;
-  std::atomic<bool> aborted{false};
-  void exchange(std::span<const device::PeerMessage>, std::chrono::nanoseconds,
-                MessageProgress&) override {
-    body();
-  }
-  void abort(const std::string&) noexcept override { aborted = true; }
-  void close() noexcept override {}
-};
-
-struct Bench {
-  std::shared_ptr<device::Device> device = cuda::open_device(0);
-  device::Stream stream{device};
-  Told* post = new Told;
-  device::HostStagingChannel bridge{device, stream.raw(),
-                                    std::unique_ptr<device::HostTransport>(post)};
-  Floats x{100};
-  void cross() {
-    bridge.reserve(device::HostStagingChannel::staged_bytes(400), stream.raw());
-    const device::PeerMessage message{1, false, x.bytes(), 400};
-    bridge.begin(std::span(&message, 1), kLong);
-    bridge.end();
-  }
-};
-
-const Test kTrouble("the reason of missing messages is known when the stream continues", [] {
-  Bench bench;
-  bench.post->body = [] { throw PeerLost("rank 1 died", {.peer = 1}); };
-  expect(!bench.bridge.async_error(), "nothing has happened");
-  bench.cross();
-  bench.device->finish(bench.stream.raw());
-  const auto error = bench.bridge.async_error();
-  expect(error && error->kind() == ErrorKind::peer_lost && error->fields().peer == 1,
-         "the error of the post");
-  bench.post->body = [] { throw Timeout("late"); };
-  bench.cross();
-  bench.device->finish(bench.stream.raw());
-  expect(bench.bridge.async_error()->kind() == ErrorKind::peer_lost, "the first error stays");
-});
-
-const Test kAborted("abort() ends running operations, and the stream continues", [] {
-  Bench bench;
-  Told& post = *bench.post;
-  std::atomic<bool> inside{false};
-  post.body = [&] {
-    inside = true;
-    while (!post.aborted) std::this_thread::yield();
-    throw GroupBroken("aborted");
-  };
-  bench.cross();
-  while (!inside)  // lets the emulated stream work
-    (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
-  bench.bridge.abort("enough");
-  expect(post.aborted, "the running operation is notified");
-  bench.device->finish(bench.stream.raw());
-});
 
 }  // namespace

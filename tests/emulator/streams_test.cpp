@@ -1,6 +1,7 @@
-// The stream engine over the emulated runtime and the fake NCCL: every plan and NCCL's own
-// collectives give the sums, launch and send as planned, keep the order of events, and are captured
-// in a graph; mismatches, missing ranks, deaths and aborts end. Built plain and under sanitizers.
+// The stream engine over the emulated runtime and the fake NCCL: every plan gives the sums and
+// sends as planned, calls are captured in a graph; mismatches, missing ranks, deaths and aborts
+// end. Built plain and under sanitizers. Launches, bits, order and NCCL's own collectives:
+// tests/devices.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -20,7 +21,6 @@
 #include "device/stream_engine.h"
 #include "emulator/fake_nccl.hpp"
 #include "emulator/runtime.hpp"
-#include "kernels/kernels.h"
 #include "native/harness.h"
 #include "stream_ranks.hpp"
 
@@ -38,101 +38,6 @@ const Test kPlans("every plan sends its elements, aligned, and gives the sum", [
             run_case(r, {operation, algorithm, count, r.size / 2});
     });
 });
-
-const Test kRing("a ring is 2 (n - 1) groups of a send and a receive and no collective", [] {
-  each_rank(4, [](Rank& r) {
-    constexpr size_t kCount = 4096;
-    Floats x(kCount);
-    x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-    const Lanes stages = stages_of(r, Algorithm::ring, kCount);
-    r.run(all_reduce(x, kCount, &stages));
-    const auto got = x.read(r.stream);
-    for (size_t i = 0; i < kCount; ++i) expect_equal(got[i], sum_of(4, i), "sum");
-    const auto counts = r.nccl->take_counts();
-    expect_equal(counts.groups, uint64_t{6}, "groups");
-    expect_equal(counts.sends, uint64_t{6}, "sends");
-    expect_equal(counts.receives, uint64_t{6}, "receives");
-    expect_equal(counts.collectives, uint64_t{0}, "collectives");
-    expect_equal(counts.bytes_sent, uint64_t{6 * 1024 * 4}, "bytes");
-    expect_equal(r.engine.traffic().kernels, uint64_t{3}, "a kernel for each sum");
-  });
-});
-
-const Test kBits("sums have the same bits as on the CPU, also avg", [] {
-  each_rank(3, [](Rank& r) {
-    constexpr size_t kCount = 100;
-    const auto odd = [](int rank, size_t i) {
-      return 1.f / static_cast<float>(i + 1 + static_cast<size_t>(rank) * 7);
-    };
-    for (const ReduceOp op :
-         {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max})
-      for (const Algorithm algorithm : {Algorithm::direct, Algorithm::direct_two_phase}) {
-        std::vector<float> slots;
-        for (int rank = 0; rank < 3; ++rank)
-          for (size_t i = 0; i < kCount; ++i) slots.push_back(odd(rank, i));
-        std::vector<float> folded(kCount);
-        kernels::reducer(Dtype::float32, op).fold(folded.data(), slots.data(), kCount, 3);
-        Floats x(kCount);
-        x.write([&](size_t i) { return odd(r.rank, i); }, r.stream);
-        const Lanes stages = stages_of(r, algorithm, kCount);
-        device::StreamJob job = all_reduce(x, kCount, &stages);
-        job.op = op;
-        r.run(job);
-        const auto got = x.read(r.stream);
-        expect(got == folded, std::string(name_of(op)) + " by " + std::string(name_of(algorithm)));
-        x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-        const Lanes ring = stages_of(r, Algorithm::ring, kCount, 2);
-        job.plan = &ring;
-        job.op = ReduceOp::avg;
-        r.run(job);
-        const auto mean = x.read(r.stream);
-        for (size_t i = 0; i < kCount; ++i) expect_equal(mean[i], sum_of(3, i) / 3, "mean by ring");
-      }
-  });
-});
-
-const Test kNccl("NCCL's own collectives are one call each", [] {
-  each_rank(3, [](Rank& r) {
-    for (const Operation operation : {Operation::all_reduce, Operation::broadcast,
-                                      Operation::all_gather, Operation::reduce_scatter}) {
-      const Case one{operation, Algorithm::direct, 10, 1};
-      Floats in(30), out(30);
-      const auto value = [&](size_t i) { return element(r.rank, i); };
-      (operation == Operation::broadcast ? out : in).write(value, r.stream);
-      r.run({.operation = operation,
-             .dtype = Dtype::float32,
-             .input = in.bytes(),
-             .output = out.bytes(),
-             .count = one.count,
-             .peer = one.root});
-      const auto got = out.read(r.stream);
-      const size_t parts = has_parts_out(operation) ? 3 : 1;
-      for (size_t i = 0; i < 10 * parts; ++i)
-        expect_equal(got[i], wanted(one, r, i), text_of(one, r));
-      const auto counts = r.nccl->take_counts();
-      expect_equal(counts.groups, uint64_t{1}, "one launch");
-      expect_equal(counts.collectives, uint64_t{1}, "one collective");
-      expect_equal(counts.sends, uint64_t{0}, "no send");
-    }
-  });
-});
-
-const Test kOrder("a call is ordered between earlier and later operations of the caller's stream",
-                  [] {
-                    each_rank(2, [](Rank& r) {
-                      Floats x(100), copy(100);
-                      const Lanes stages = stages_of(r, Algorithm::ring, 100);
-                      for (int call = 0; call < 5; ++call) {
-                        x.write([&](size_t i) { return element(r.rank + call, i); }, r.stream);
-                        r.run(all_reduce(x, 100, &stages));
-                        fine(cudaMemcpyAsync(copy.bytes(), x.bytes(), 400, cudaMemcpyDeviceToDevice,
-                                             r.stream));
-                        const auto got = copy.read(r.stream);
-                        for (size_t i = 0; i < 100; ++i)
-                          expect_equal(got[i], element(call, i) + element(call + 1, i), "sum");
-                      }
-                    });
-                  });
 
 const Test kGraph("a call that is captured is replayed", [] {
   each_rank(3, [](Rank& r) {
