@@ -11,9 +11,10 @@ import programs
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, on  # noqa: F401 - fixture
+from group_devices import machine_fixture, numbers, on, on_devices  # noqa: F401 - fixture
 
 import pycomm
+from pycomm import errors
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -44,3 +45,26 @@ def test_groups_enqueue_in_the_order_of_calls(machine: Any) -> None:
         machine.run(2, alternate)
     finally:
         nccl.delay_calls(0)
+
+
+@on_devices(2)
+@on("emulated")
+def test_ranks_without_a_common_order_time_out(group: pycomm.Group, device: Any) -> None:
+    """The ranks call two groups in different orders: the error names the earlier call."""
+    other = group.split(0, group.rank)
+    x, y = device.put(numbers(group.rank)), device.put(np.ones(10, "float32"))
+    pycomm.all_reduce(x, group=group)
+    pycomm.all_reduce(y, group=other)
+    device.get(y)
+    if group.rank == 0:
+        first = pycomm.all_reduce(x, async_op=True, group=group)
+        with pytest.raises(errors.Timeout, match=r"after all_reduce of group .*same order"):
+            pycomm.all_reduce(y, group=other, timeout_s=1.0)
+        with pytest.raises(errors.Error):
+            first.wait()
+    else:
+        pycomm.all_reduce(y, group=other)
+        with pytest.raises(errors.Error):
+            while True:
+                pycomm.all_reduce(y, group=other)
+        group.abort("the other group has failed")

@@ -217,6 +217,36 @@ def test_ddp(kind: str) -> None:
     assert logged["backend_name"] == "custom"
 
 
+def _compressed(name: str) -> list[torch.Tensor]:
+    """The parameters after steps of DDP with a hook of pycomm."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(200, 50)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    states: dict[str, Callable[[], Any]] = {
+        "dgc": lambda: pycomm.DGC(optimizer, sparsity=[0.9], min_count=1),
+        "quantize": lambda: pycomm.QuantizedGradients(module.named_parameters()),
+    }
+    model, state = DistributedDataParallel(module), states[name]()
+    model.register_comm_hook(state, getattr(pycomm, f"{name}_hook"))
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 200)).square().mean().backward()
+        optimizer.step()
+    assert state.stats()["sent_bytes"] < 4 * 4 * 200 * 50 / 2  # of the gradients of 4 steps
+    return list(module.parameters())
+
+
+@pytest.mark.parametrize("name", ["dgc", "quantize"])
+def test_compression_hooks(name: str, tmp_path: Path, no_leaks: Any) -> None:
+    ours, named = (
+        POOLS.of(2, no_leaks).run(tmp_path, backend, _compressed, name)
+        for backend in (REPLACED, "pycomm")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], ours[1], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours[0], named[0], strict=True))
+
+
 @in_processes(2)
 def test_pycomm_init_uses_the_engine() -> None:
     group = pycomm.init()

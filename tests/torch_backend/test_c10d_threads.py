@@ -121,6 +121,32 @@ def test_destroying_a_group_while_threads_wait() -> None:
 
 
 @in_processes(2)
+def test_a_second_thread_is_rejected_without_the_option() -> None:
+    group, rank = dist.new_group(), dist.get_rank()
+    if rank == 1:
+        dist.barrier()
+        dist.all_reduce(torch.ones(1), group=group)
+        return
+    refused = threading.Event()
+
+    def call() -> str:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except ValueError as error:  # the result
+            refused.set()
+            return str(error)
+        return ""
+
+    def release() -> None:
+        assert refused.wait(CALL_S)
+        dist.barrier()
+
+    first, second = sorted(_together(call, call, release)[:2])
+    assert first == ""
+    assert "thread_multiple=True" in second
+
+
+@in_processes(2)
 def test_a_subgroup_has_the_option_of_its_parent() -> None:
     group = _group()
     part = group.split_group([0, 1])
