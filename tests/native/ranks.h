@@ -111,6 +111,7 @@ struct World {
   std::string name = "world";
   bool thread_multiple = false;
   std::function<bool()> interrupted{};
+  bool apart = false;  // rank 2 is on a host "host2", and so on
   rendezvous::LocalStore store{};
 
   std::shared_ptr<group::Group> join(int rank, bool reproducible = false) {
@@ -122,6 +123,7 @@ struct World {
     options.heartbeat = heartbeat;
     options.transport = transport;
     options.address = "127.0.0.1";
+    if (apart) options.host = "host" + std::to_string(rank);
     options.full_mesh = full_mesh;
     options.reproducible = reproducible;
     options.thread_multiple = thread_multiple;

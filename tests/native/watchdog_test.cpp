@@ -145,7 +145,7 @@ const Test kOnce("a group ends once, and its mismatch is thrown once", [] {
 });
 
 const Test kNeeded("a rank that leaves ends the calls that need it, and no others", [] {
-  ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
+  ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms, .apart = true};
   std::latch over(1);
   ranks::run_groups(world, [&](group::Group& group) {
     if (group.rank() == 2) return group.close();
@@ -163,6 +163,7 @@ const Test kNeeded("a rank that leaves ends the calls that need it, and no other
     expect(!message.watchdog.look(), "it needs rank 1 alone");
     expect(missed && missed->kind() == ErrorKind::peer_lost, "it needs rank 2");
     expect_equal(missed->fields().peer, 2, "the lost rank");
+    expect_says(missed->what(), "waits on the device for rank 2 (host2, pid ");
   });
 });
 
