@@ -6,6 +6,7 @@ and skipped steps in test_compression_contract.py.
 
 import gc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from pycomm.testing import run_ranks
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"rampup_begin_step": 3, "sparsity": [0.5, 0.75, 0.9], "rampup_step": 4},
-    {"select": "model"},
+    {"select": "model", "decay_correction": False},
     {"clip": "global", "clip_norm": 0.05},
     {"clip_norm": 0.05, "min_count": 100},
     {"exchange": "dense_masked", "min_count": 100},
@@ -62,6 +63,55 @@ def _the_same_under_both(options: dict[str, Any]) -> None:
         memories = compressor_of(dgc).state.memories.values()
         found.append([*parameters(module), *(x for m in memories for x in (m.u, m.v))])
     assert equal(*([x for x in one if x is not None] for one in found)), options
+
+
+SCALERS: dict[str, Callable[[], torch.amp.GradScaler]] = {
+    "static": lambda: pycomm.StaticLossScaler(256.0),
+    "torch": lambda: torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=3),
+}
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: ",".join(o) or "default")
+def test_a_loss_scale_skips_a_step_on_all_ranks(scaler: str, options: dict[str, Any]) -> None:
+    """Rank 1 overflows in steps 2 and 5; a run without them and without scale has the same bits."""
+
+    def program(group: pycomm.Group, scaled: bool) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        module = perceptron()
+        scale = SCALERS[scaler]() if scaled else None
+        model, optimizer, dgc = compressed(module, scaler=scale, weight_decay=1e-2, **options)
+        for step in range(9):
+            overflow = step in (2, 5)
+            if overflow and not scaled:
+                continue
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
+            if not scaled:
+                loss.backward()
+                optimizer.step()
+                continue
+            assert scale is not None
+            before, weights, rate = memory_of(dgc), parameters(module), scale.get_scale()
+            count = dgc.stats()["step"]
+            if overflow and group.rank == 1:
+                loss = loss * (math.inf if step == 2 else math.nan)
+            scale.scale(loss).backward()
+            if step == 3:
+                scale.unscale_(optimizer)
+            scale.step(optimizer)
+            scale.update()
+            assert dgc.stats()["step"] == count + (not overflow)
+            assert equal(weights, parameters(module)) == overflow
+            assert same_memory(before, memory_of(dgc)) == overflow
+            if overflow and scaler == "torch":
+                assert scale.get_scale() == rate / 2
+        return parameters(module), memory_of(dgc)
+
+    with_scale, without = (run_ranks(2, program, scaled) for scaled in (True, False))
+    assert equal(with_scale[0][0], with_scale[1][0])
+    assert equal(with_scale[0][0], without[0][0])
+    for a, b in zip(with_scale, without, strict=True):
+        assert same_memory(a[1], b[1])
 
 
 @on_ranks(2)

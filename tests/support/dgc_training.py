@@ -20,10 +20,14 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
 
 
 def compressed(
-    module: nn.Module, form: dict[str, Any] | None = None, nesterov: bool = False, **options: Any
+    module: nn.Module,
+    form: dict[str, Any] | None = None,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    **options: Any,
 ) -> tuple[nn.Module, torch.optim.SGD, pycomm.DGC]:
     """The module in DataParallel, its optimizer and DGC; all of it is compressed."""
-    optimizer = sgd(module, nesterov=nesterov)
+    optimizer = sgd(module, nesterov=nesterov, weight_decay=weight_decay)
     dgc = pycomm.DGC(optimizer, **{"sparsity": [0.9], "min_count": 1, **options})
     return pycomm.DataParallel(module, compression=dgc, **(form or {})), optimizer, dgc
 
