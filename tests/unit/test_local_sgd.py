@@ -116,6 +116,21 @@ def test_adam_is_synchronous_until_begin_step(group: pycomm.Group) -> list[Tenso
     return result
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_the_norm_of_gradients(group: pycomm.Group, make: Any) -> None:
+    """That of an average is clip_norm; that of one of three ranks is sqrt(3) times as long."""
+    model, norms = perceptron(), []
+    optimizer = make(model)
+    optimizer.register_step_pre_hook(
+        lambda *_: norms.append(float(torch.cat([p.grad.flatten() for p in given]).norm()))
+    )
+    given = list(model.parameters())
+    local = pycomm.LocalSGD(model, optimizer, rule="torch", begin_step=2, clip_norm=1e-3)
+    run_steps(local, model, group.rank, range(4))
+    assert norms == pytest.approx([1e-3] * 2 + [1e-3 * 3**0.5] * 2, rel=1e-4)
+
+
 class RoundedUp(torch.optim.Adam):
     """As on a processor, or with a library, whose last bits differ."""
 
