@@ -266,6 +266,28 @@ def test_a_closed_group_is_not_shown() -> None:
     assert own not in {one.id for one in flight_recorder.running()}
 
 
+def test_calls_that_are_overwritten_during_the_read_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = os.pread
+
+    def during_calls(group: pycomm.Group) -> int:
+        def pread(file: int, count: int, at: int) -> bytes:
+            if count == flight_recorder.HEAD_BYTES:  # the second read, of the head alone
+                pycomm.barrier(group=group)
+            return read(file, count, at)
+
+        for _ in range(300):
+            pycomm.barrier(group=group)
+        monkeypatch.setattr(os, "pread", pread)
+        (found,) = ours(top.Sample())
+        monkeypatch.undo()
+        return len(found.records)
+
+    # Of the last 256 one is overwritten, and the next one may be.
+    assert run_ranks(1, during_calls) == [254]
+
+
 def test_many_groups_share_descriptors_and_a_place_is_used_again() -> None:
     """A memory has 64 places."""
 
