@@ -30,12 +30,18 @@ def weights(rank: int, rows: int) -> Tensor:
     return torch.randn(rows, 4, 2, generator=made, dtype=torch.float64)
 
 
-Through = Callable[[Any, int], Tensor]
+Through = Callable[[Any, pycomm.Group], Tensor]
 # What a rank computes with its input, and what one process computes with all of them.
 WAYS: dict[str, tuple[Through, Callable[[list[Tensor]], Tensor]]] = {
-    "sum": (lambda x, _: all_reduce(x.t())[None], lambda xs: sum(xs).t()[None]),
-    "mean": (lambda x, _: all_reduce(x.t(), "mean")[None], lambda xs: sum(xs).t()[None] / RANKS),
-    "gather": (lambda x, _: all_gather(x.t()), lambda xs: torch.stack([x.t() for x in xs])),
+    "sum": (lambda x, g: all_reduce(x.t(), group=g)[None], lambda xs: sum(xs).t()[None]),
+    "mean": (
+        lambda x, g: all_reduce(x.t(), "mean", group=g)[None],
+        lambda xs: sum(xs).t()[None] / RANKS,
+    ),
+    "gather": (
+        lambda x, g: all_gather(x.t(), group=g),
+        lambda xs: torch.stack([x.t() for x in xs]),
+    ),
 }
 
 
@@ -45,13 +51,14 @@ def loss_of(y: Tensor, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_equal_those_of_one_process(way: str) -> None:
-    """Of the sum of the ranks' losses; the second ones too."""
+    """Of the sum of the ranks' losses; the second ones too. In a group of the reverse order."""
     ours, theirs = WAYS[way]
 
-    def program(group: pycomm.Group) -> list[Tensor]:
+    def program(default: pycomm.Group) -> list[Tensor]:
+        group = default.split(0, RANKS - default.rank)
         x = inputs()[group.rank].requires_grad_()
         before = x.detach().clone()
-        y = ours(x, group.rank)
+        y = ours(x, group)
         assert torch.equal(x, before)
         (first,) = torch.autograd.grad(loss_of(y, group.rank), x, create_graph=True)
         (second,) = torch.autograd.grad((first**2).sum(), x)
@@ -61,7 +68,7 @@ def test_gradients_equal_those_of_one_process(way: str) -> None:
     y = theirs(xs)
     first = torch.autograd.grad(sum(loss_of(y, r) for r in range(RANKS)), xs, create_graph=True)
     second = torch.autograd.grad(sum((x**2).sum() for x in first), xs)
-    for rank, found in enumerate(run_ranks(RANKS, program)):
+    for rank, found in enumerate(run_ranks(RANKS, program)[::-1]):
         for one, other in zip(found, (y, first[rank], second[rank]), strict=True):
             torch.testing.assert_close(one, other.detach())
 

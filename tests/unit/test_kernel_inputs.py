@@ -71,6 +71,14 @@ def test_wrong_steps(name):
         assert np.array_equal(given[n], x), n
 
 
+@pytest.mark.parametrize("written", ["indices", "values", "workspace"])
+def test_what_topk_writes_does_not_share_memory_with_its_input(written):
+    x = np.ones(100, np.float32)
+    wanted = {"indices": np.int32, "values": np.float32, "workspace": np.uint8}
+    with pytest.raises(InvalidArgument, match="share memory"):
+        kernels.topk(x, 100, **{written: x.view(wanted[written])})
+
+
 def test_arrays_that_share_memory():
     whole = np.ones(300, F32)
     u, v = whole[:100], whole[50:150]
