@@ -31,10 +31,10 @@ BENCHMARKS = {
         "pycomm.bench.collectives.benchmark", "collectives of pycomm, gloo, NCCL and MPI"
     ),
     "kernels": Benchmark(
-        "pycomm.bench.kernels.benchmark", "kernels of sparse training, and those of other libraries"
+        "pycomm.bench.kernels.command", "kernels of sparse training, and those of other libraries"
     ),
     "residuals": Benchmark(
-        "pycomm.bench.kernels.residuals", "record the data of kernels, codec and wire by training"
+        "pycomm.bench.kernels.recording", "record the data of kernels, codec and wire by training"
     ),
     "bursts": Benchmark("benchmarks.collectives.bursts", "series of collectives after a pause"),
     "pauses": Benchmark("benchmarks.collectives.pauses", "single calls of gloo after a pause"),

@@ -11,37 +11,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pycomm.bench.support import packages
+from pycomm import _command_line
+from pycomm.bench.support import netns, packages, sizes
+
+METHODS = "gloo", "pycomm", "dgc", "local", "adamw", "topk"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the demo; returns 0 if every row completed with equal replicas on all ranks."""
-    if why := packages.missing("torch", "matplotlib"):
-        print(f"pycomm demo: {why}", file=sys.stderr)
-        return 2
-    from pycomm import _command_line
-    from pycomm.bench.support import netns, sizes
-    from pycomm.demo import report
-    from pycomm.demo.rows import ROWS
-    from pycomm.demo.training import Settings
-
     parser = _command_line.parser("demo", __doc__)
     parser.add_argument("--steps", type=int, default=500, help="training steps per row")
     parser.add_argument("--processes", type=int, default=2, help="ranks, all on this machine")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of demo.json and demo.svg")
-    rows = ",".join(ROWS)
-    parser.add_argument("--rows", type=sizes.names(ROWS), default=rows, help="(%(default)s)")
+    every = ",".join(METHODS)
+    parser.add_argument("--rows", type=sizes.names(METHODS), default=every, help="(%(default)s)")
     rate = 'link rate, as "100mbit": simulates one host per rank; needs root'
     parser.add_argument("--rate", default="", help=rate)
     options = parser.parse_args(argv)
+    if why := packages.missing("torch", "matplotlib"):
+        print(f"pycomm demo: {why}", file=sys.stderr)
+        return 2
     if options.steps < 1 or options.processes < 1 or not options.rows:
         parser.error("--steps and --processes must be at least 1, and --rows one row")
     if options.rate and not netns.RATE.fullmatch(options.rate):
         parser.error(f"invalid --rate: got {options.rate}, expected for example 100mbit or 1gbit")
     if options.rate and (why := netns.missing()):
         parser.error(f"--rate {why}")
-    settings = Settings(options.steps, link_rate=options.rate)
-    chosen = [ROWS[key] for key in options.rows]
-    return _command_line.ending(
-        lambda: report.run(chosen, settings, options.processes, options.out)
-    )
+    from pycomm.demo import report
+
+    return _command_line.ending(lambda: report.run(options))

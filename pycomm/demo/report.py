@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rich.text import Text
 from pycomm._tables import Table, console
 from pycomm.bench.support import machine, netns, plots, processes, summaries
 from pycomm.demo import training
-from pycomm.demo.rows import Row
+from pycomm.demo.rows import ROWS, Row
 from pycomm.demo.training import Outcome
 
 MB = 2**20
@@ -44,10 +45,11 @@ class Result:
     mb: list[float]  # sent by a rank so far
 
 
-def run(rows: Sequence[Row], settings: training.Settings, size: int, out: Path) -> int:
-    """Trains `rows` in turn on `size` processes, prints and stores the results. Returns the exit
-    status: 1 if replicas differ."""
-    to = console()
+def run(options: argparse.Namespace) -> int:
+    """Trains rows in turn, prints and stores the results. Returns the exit status: 1 if replicas
+    differ."""
+    rows, size, out = [ROWS[key] for key in options.rows], options.processes, options.out
+    settings, to = training.Settings(options.steps, link_rate=options.rate), console()
     out.mkdir(parents=True, exist_ok=True)
     if busy := machine.busy():
         to.print(f"warning: {busy}", style="yellow")
@@ -142,10 +144,7 @@ def save_plot(path: Path, results: Sequence[Result], steps: int, caption: str) -
         for i, r in enumerate(results):
             cost = r.mb if over_bytes else [s * each for s in itertools.accumulate(r.seconds)]
             # Dense rows have equal losses, so later rows are thinner to keep all of them visible.
-            style = plots.style(r.name)
-            if over_bytes and r.name.endswith("dense"):  # all at one place
-                style["label"] = "_"
-            axes.plot(cost, r.losses, lw=max(1.2, 4.5 - 2.5 * i), **style)
+            axes.plot(cost, r.losses, lw=max(1.2, 4.5 - 2.5 * i), **plots.style(r.name))
         scale, what = ("log", "MB sent by each rank") if over_bytes else ("linear", "seconds")
         axes.set(xscale=scale, xlabel=what, ylabel="nats per character")
         axes.grid()

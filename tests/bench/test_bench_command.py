@@ -13,15 +13,17 @@ from paths import ROOT
 from pycomm import bench as command
 from pycomm import demo
 from pycomm.bench.collectives import benchmark as collectives
-from pycomm.bench.kernels import benchmark as kernels
+from pycomm.bench.kernels import command as kernels
 from pycomm.bench.support import packages
 
 
 def test_benchmark_name_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 2
     assert "got none, expected one of collectives, kernels" in capsys.readouterr().err
-    assert command.main(["poetry"], "python -m benchmarks") == 2
-    assert "python -m benchmarks: invalid benchmark: got poetry" in capsys.readouterr().err
+    assert command.main(["colectives"], "python -m benchmarks") == 2
+    shown = capsys.readouterr().err
+    assert "python -m benchmarks: invalid benchmark: got colectives" in shown
+    assert ": did you mean collectives?" in shown
 
 
 @pytest.mark.parametrize("module", ["pycomm bench", "benchmarks"])

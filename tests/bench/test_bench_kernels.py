@@ -15,6 +15,7 @@ from benchmarks.kernels import codec, comparisons
 from pycomm import _core, kernels
 from pycomm.bench.kernels import benchmark as bench
 from pycomm.bench.kernels import comparison, device_timing, sparse, torch_steps, verification
+from pycomm.bench.kernels.command import main
 from pycomm.bench.kernels.residuals import STEPS, WORKERS, Residuals, load, store
 from pycomm.bench.kernels.table import Row
 
@@ -84,11 +85,11 @@ def test_kernels_run(
 
 def test_named_kernels_run_with_the_step(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [*words.split(), "--kernels", "topk,norm"]
-    bench.main(chosen)
+    main(chosen)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert {row[0] for row in rows if "pycomm" in row[2:3]} == {"dgc_step", "topk", "norm"}
     with pytest.raises(SystemExit):
-        bench.main([*chosen[:-1], "topk,wrong"])
+        main([*chosen[:-1], "topk,wrong"])
     assert "'wrong' is not among" in capsys.readouterr().err
 
 

@@ -21,6 +21,7 @@ from pycomm import _core
 from pycomm._core_api import devices
 from pycomm.bench.kernels import benchmark as kernels
 from pycomm.bench.kernels import device_timing
+from pycomm.bench.kernels.command import main
 from pycomm.bench.kernels.residuals import WORKERS
 from pycomm.bench.kernels.table import Row
 
@@ -161,7 +162,7 @@ def test_a_graph_that_gives_another_result_fails_the_command(
 ) -> None:
     """A graph that runs the call twice, for example: the call itself is correct."""
     monkeypatch.setattr(Emulated, "replays_each", 2)
-    assert kernels.main([*words.split()[1:], "--peers", ""]) == 1
+    assert main([*words.split()[1:], "--peers", ""]) == 1
     assert "9600 elements: dgc_step: pycomm and the reference differ" in capsys.readouterr().out
 
 
@@ -216,5 +217,5 @@ def test_missing_gpu_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.returncode == 2
     assert "--device cuda: no GPU can be used here: " in done.stderr
     with pytest.raises(SystemExit):
-        kernels.main(["--peers", "CuPy"])
+        main(["--peers", "CuPy"])
     assert "'CuPy' is not among eager, torch.compile, DGC authors" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +13,11 @@ from finished import finished
 import pycomm
 from pycomm.__main__ import main
 from pycomm._command_line import COMMANDS
+from pycomm.bench import BENCHMARKS
 from pycomm.testing import run_ranks
 
-LATER = {"demo"}  # its options name its rows, which import torch
-HELP = [[name] for name in COMMANDS if name not in LATER] + [["bench", "collectives"], []]
+PACKAGED = [name for name, one in BENCHMARKS.items() if one.module.startswith("pycomm.")]
+HELP = [[], *([name] for name in COMMANDS), *(["bench", name] for name in PACKAGED)]
 ASKS = """
 import sys
 from pycomm.__main__ import main
@@ -64,11 +64,6 @@ def test_the_nearest_name_is_shown(
         main(words)
     assert raised.value.code == 2
     assert f": did you mean {near}?" in capsys.readouterr().err
-
-
-def test_the_nearest_benchmark_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "colectives"]) == 2
-    assert ": did you mean collectives?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
@@ -128,15 +123,3 @@ def test_info_prints_json(
     assert "of this test" in record["reason"]
     assert record["calls"][-1]["call"] == "all_reduce(float32, 10, sum)"
     assert record["calls"][-1]["outcome"] == "done"
-
-
-def test_launch_is_quiet(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("print('from the rank')")
-    command = [sys.executable, "-m", "pycomm", "launch", "--nproc", "1", "--log-dir", "logs"]
-    shown = {
-        quiet: finished([*command, *quiet, str(program)], cwd=tmp_path, check=True).stdout
-        for quiet in ((), ("--quiet",))
-    }
-    assert shown["--quiet",] == "from the rank\n"
-    assert re.search(r"configuration\n(.*\n)+.*from the rank\n", shown[()])

@@ -1,19 +1,8 @@
-"""`pycomm bench kernels`: the kernels of sparse training, other libraries, and the limit.
-
-The data are those of residuals.py. Each kernel is checked against pycomm.reference, bit by bit;
-then all are timed in turn, round by round, together with torch's loops that only move memory, which
-give the limit. Exits with 1 if a bit was wrong or a contestant was faster than the limit.
-Contestants that cannot run are listed with the reason.
-
-The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
-that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
-the best rate of copying and of adding. The best times are compared. Reading counts too where twice
-as much is read as written, and filling in the opposite case. sparse.py defines the counted bytes.
-In pycomm's repository more kernels and libraries are measured (benchmarks/kernels/comparisons.py).
-"""
+"""What `pycomm bench kernels` does with its options: see command.py."""
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -24,7 +13,6 @@ from typing import Any
 import torch
 
 import pycomm
-from pycomm import _command_line
 from pycomm._tables import Table, console
 from pycomm.bench.collectives.limits import TOLERANCE
 from pycomm.bench.kernels import residuals, sparse
@@ -39,28 +27,12 @@ from pycomm.bench.support import machine, packages, summaries
 from pycomm.bench.support.sizes import format_size
 from pycomm.errors import Unsupported
 
-SIZES = {
-    "cpu": [2**18, 2**20, 2**22, 2**24],
-    "cuda": [2**20, 2**22, 2**24, 25_600_000, 110_000_000, 2**28],
-}
-POSITIVE = _command_line.numbers(int, lambda n: n > 0, "above 0")
 BYTES_EACH = 440
 """Bytes of all arrays of all comparisons together, for an element."""
 
 
-def main(argv: Sequence[str]) -> int:
+def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = _command_line.parser("bench kernels", __doc__, "the fraction of the limit")
-    parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
-    parser.add_argument(
-        "--residuals", type=Path, help="of `pycomm bench residuals`; else made first"
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="of 5 steps each (%(default)s)")
-    parser.add_argument("--sizes", type=POSITIVE, help="elements, with commas")
-    parser.add_argument("--peers", help="of dgc_step, with commas (all)")
-    parser.add_argument("--kernels", help="dgc_step and these, with commas (all)")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args(argv)
     more = packages.in_repository("benchmarks.kernels.comparisons")
     loaders = more.LOADERS if more and options.device == "cuda" else {}
     known = [*TORCH_STEPS, *loaders]
@@ -74,11 +46,12 @@ def main(argv: Sequence[str]) -> int:
     except Unsupported as error:
         parser.error(f"--device {options.device}: no GPU can be used here: {error}")
     recorded = residuals.load(options.residuals) if options.residuals else residuals.record()
-    torch.set_num_threads(options.threads)
-    pycomm.set_num_threads(options.threads)
+    threads = options.threads or torch.get_num_threads()
+    torch.set_num_threads(threads)
+    pycomm.set_num_threads(threads)
     settings = {
         **place.describe(),
-        "threads": options.threads,
+        "threads": threads,
         "rounds": options.rounds,
         "residuals": recorded.digest,
     }
@@ -88,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     if place.name != "cpu":
         missing.append(Missing("DGC", OURS, "its ranks communicate in host memory: no kernel time"))
     rows: list[Row] = []
-    for size in options.sizes or SIZES[options.device]:
+    for size in options.sizes:
         if why := place.memory_shortage(BYTES_EACH * size):
             missing.append(Missing(f"all of {format_size(size)}", "all", why))
             continue
@@ -112,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     results = {"rows": [asdict(row) for row in rows], "missing": [asdict(one) for one in missing]}
     summaries.store(options.json, settings=settings, **results)
     if options.plot:
-        _draw(options.plot, rows, place, options.threads)
+        _draw(options.plot, rows, place, threads)
     fast = [r for r in rows if r.limit_percent > 100 * TOLERANCE]
     for row in fast:
         message = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"

@@ -1,19 +1,8 @@
-"""`pycomm bench residuals FILE`: residuals and gradients as real training leaves them.
-
-They are not a Gaussian tail: elements above the last threshold were sent a step ago, so many are
-just below it. Eight workers train a character-level transformer on the source of the standard
-library with DGC at 0.1 %. After 500 steps the state of each is recorded, window by window: u and v
-at its beginning, and the gradients and packets of its steps. The concatenated windows of all
-workers are the large arrays of `bench kernels`.
-
-Each worker has its own gradients; arithmetic is torch's and `pycomm.kernels`'. The hash of the
-recording is printed.
-"""
+"""The recording of `pycomm bench residuals`: see recording.py."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +12,7 @@ import torch
 from rich.progress import track
 from torch.nn import functional as F
 
-from pycomm import _command_line, kernels
+from pycomm import kernels
 from pycomm.bench.support import text
 from pycomm.bench.support.model import CharGPT, Shape
 
@@ -50,17 +39,6 @@ class Residuals:
         for array in (self.u, self.v, self.gradients, self.packets):
             found.update(np.ascontiguousarray(array).tobytes())
         return found.hexdigest()[:16]
-
-
-def main(argv: Sequence[str]) -> int:
-    """Records, stores, prints the hash."""
-    parser = _command_line.parser("bench residuals", __doc__)
-    parser.add_argument("file", type=Path, help="where to store them, .npz, about 550 MB")
-    options = parser.parse_args(argv)
-    found = record()
-    store(found, options.file)
-    print(f"{options.file}: {found.u.size} elements, {STEPS} steps, SHA-256 {found.digest}")
-    return 0
 
 
 def store(found: Residuals, path: Path) -> None:
