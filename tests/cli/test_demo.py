@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from pycomm import demo
-from pycomm.bench.support import machine, model, netns, summaries, text
+from pycomm.bench.support import machine, model, netns, plots, summaries, text
 from pycomm.demo import report, rows, traffic, training
 
 STEPS = 3
 MB = 2**20
-WHY_NOT = netns.missing()
-NEEDS_HOSTS = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+NEEDS_HOSTS = pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ def row(request: pytest.FixtureRequest, run: Run) -> Any:
 def test_files_of_a_run(run: Run) -> None:
     assert run.svg.startswith("<?xml")
     for row in rows.ROWS.values():  # labels at the lines and at the bars, and no legend
-        assert run.svg.count(f">{row.name}</text>") == 2 + (not row.name.endswith("dense"))
+        assert run.svg.count(f">{plots.LABELS.get(row.name, row.name)}</text>") == 3
     assert run.stored["machine"]["torch"] == torch.__version__
     assert run.stored["settings"]["steps"] == STEPS
-    assert [row["key"] for row in run.stored["rows"]] == list(rows.ROWS)
+    assert [row["key"] for row in run.stored["rows"]] == list(demo.METHODS) == list(rows.ROWS)
 
 
 def test_rows_train_in_turn(run: Run) -> None:

@@ -58,3 +58,18 @@ def test_lines_have_one_point_for_each_x_and_labels_that_do_not_overlap() -> Non
     heights = sorted(text.xyann[1] for text in axes.texts)
     assert [text.get_text() for text in axes.texts][-1] == "pycomm, torch"
     assert all(high - low > 0.03 for low, high in itertools.pairwise(heights))
+
+
+def test_labels_below_are_left_of_their_thin_lines_and_cover_none() -> None:
+    """The loss over bytes: of methods that end in the middle, each label has a row of its own."""
+    axes, ends = Figure().subplots(), {"TopK": 3, "DGC": 6, "local": 7, "dense": 10}
+    for name, end in ends.items():
+        axes.plot([0, end], [3, 1], **plots.style(name))
+    plots.label_lines(axes, below=True)
+    placed = {text.get_text(): (*text.xyann, text.get_ha()) for text in axes.texts}
+    assert placed["dense"][0] > 1
+    below = [placed[name] for name in ("TopK", "DGC", "LocalSGD")]
+    assert [alignment for *_, alignment in below] == ["right"] * 3
+    assert all(a[0] < b[0] and a[1] > b[1] + 0.03 for a, b in itertools.pairwise(below))
+    bottom = axes.transAxes.inverted().transform(axes.transData.transform((0, 1)))[1]
+    assert below[0][1] < bottom

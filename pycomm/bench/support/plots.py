@@ -68,6 +68,7 @@ LABELS |= {
     "local": "LocalSGD",
     "auto_time": "DGC, auto_time",
 }
+LABELS |= {f"pycomm {name}": name for name in ("DGC 99.9 %", "LocalSGD")}
 LABELS |= {"adamw": "AdamW", "topk": "TopK(200)", "quantize": "Quantize(3, 8)"}
 LIMIT: Any = {"ls": "--", "lw": 1, "color": SHADES["limit"][0]}
 TEXT = 10.0  # points; a plot is 6 inches wide, so that a phone shows 9 pixels
@@ -195,13 +196,9 @@ def lines(axes: Axes, rows: Iterable[Any], fields: Sequence[str], **settings: An
 
 
 def label_lines(axes: Axes, below: bool = False) -> None:
-    """Writes the label of each line right of its last point, or below all lines, where it makes
-    space. A label that would cover another one is moved, and a thin line leads to it. Call it last:
-    limits must be final."""
-    if below:
-        ticks, (low, high) = axes.get_yticks(), axes.get_ylim()
-        axes.set_ylim(low - 0.5 * (high - low), high)
-        axes.set_yticks([tick for tick in ticks if low <= tick <= high])
+    """Writes the label of each line right of its last point. A label that would cover another one
+    is moved, and a thin line leads to it. `below`: those of lines that end in the middle are below
+    all lines, where this makes space. Call it last: limits must be final."""
     axes.autoscale_view()
     figure: Any = axes.figure
     place: Any = axes.get_subplotspec()
@@ -210,34 +207,41 @@ def label_lines(axes: Axes, below: bool = False) -> None:
     high, wide = 1.15 * em * grid.nrows / height, 0.5 * em * grid.ncols / width
     to_axes = axes.transScale + axes.transLimits
     found: list[list[Any]] = []  # the left end, the middle, the width, and the line
+    under: list[list[Any]] = []  # the same, with the right end
     for line in axes.get_lines():
         text, points = str(line.get_label()), np.asarray(line.get_xydata())
         if not text.startswith("_") and len(points):
-            x, y = to_axes.transform(points[-1])
-            own = wide * (len(text) + 1)
-            x = x - own / 2 if below else 1.0 if x > 0.75 else x
-            found.append([x, min(max(y, 0.0), 1.0), own, line])
+            x, own = to_axes.transform(points[-1])[0], wide * (len(text) + 1)
+            middle = below and x <= 0.75
+            (under if middle else found).append([1.0 if x > 0.75 else x, 0.0, own, line])
+    if under:
+        ticks, (low, top), share = axes.get_yticks(), axes.get_ylim(), high * (len(under) + 0.5)
+        axes.set_ylim(low - share / (1 - share) * (top - low), top)
+        axes.set_yticks([tick for tick in ticks if low <= tick <= top])
+    for label in found:
+        label[1] = min(max(to_axes.transform(label[3].get_xydata()[-1])[1], 0.0), 1.0)
     found.sort(key=lambda label: label[1])
-    if below:
-        found.sort(key=lambda label: label[0])
-        found = [[x, 0.14, own, line] for x, _, own, line in found]
     for _ in range(300):
         for lower, upper in itertools.combinations(found, 2):
             overlap = high - (upper[1] - lower[1])
             if overlap > 0 and lower[0] < upper[0] + upper[2] and upper[0] < lower[0] + lower[2]:
                 lower[1] -= overlap / 2
                 upper[1] += overlap / 2
-    for x, y, own, line in found:
-        shade, last = line.get_color(), np.asarray(line.get_xydata())[-1]
-        moved = below or abs(y - to_axes.transform(last)[1]) > high / 2
+    # The leftmost on top, left of its thin line, so that none covers a line.
+    for i, label in enumerate(sorted(under, key=lambda label: -label[0])):
+        label[:2] = max(label[0], 1.15 * label[2]), high * (i + 0.5)
+    for x, y, own, line in found + under:
+        shade, last = line.get_color(), line.get_xydata()[-1]
+        left = [x, y, own, line] in under
+        moved = left or abs(y - to_axes.transform(last)[1]) > high / 2
         lead: Any = {"arrowstyle": "-", "lw": 0.6, "color": shade, "shrinkA": 0}
-        lead["relpos"] = (0.5, 1.0) if below else (0.0, 0.5)
+        lead["relpos"] = (1.0, 0.5) if left else (0.0, 0.5)
         axes.annotate(
             str(line.get_label()),
             last,
-            (x + own / 2 if below else x + 0.03, y),
+            (x - 0.008 if left else x + 0.03, y),
             textcoords="axes fraction",
-            ha="center" if below else "left",
+            ha="right" if left else "left",
             va="center",
             color=shade,
             annotation_clip=False,
