@@ -20,7 +20,7 @@ from pycomm.observe import flight_recorder, prometheus
 from pycomm.observe.flight_recorder import FlightRecord
 from pycomm.observe.sample import Sample, program, state_of
 
-SVG_WIDTH = 110  # characters
+SVG_WIDTH = 84  # characters
 STYLES = {"broken": "red", "stopped": "red", "late": "yellow"}
 
 

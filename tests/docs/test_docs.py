@@ -89,7 +89,9 @@ def test_block_runs(code, output, tmp_path):
 
 def test_readme_shows_three_uses_of_few_lines():
     found = [block.values for block in blocks() if block.id.startswith("README")]
-    assert [len(re.findall(r"\S.*", code)) for code, output in found if output] == [8, 8, 8]
+    lengths = [len(re.findall(r"\S.*", code)) for code, output in found if output]
+    assert len(lengths) == 3
+    assert max(lengths) <= 8
 
 
 def anchor_of(heading: str) -> str:
