@@ -39,7 +39,9 @@ def build(folder: Path, settings: dict[str, str], python: str = sys.executable) 
     command = [python, "setup.py", "-q", "egg_info", f"--egg-base={folder}"]
     command += ["build", f"--build-base={folder / 'build'}"]
     command += ["bdist_wheel", f"--bdist-dir={folder / 'bdist'}", f"--dist-dir={folder / 'dist'}"]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, check=True)
+    subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONWARNINGS": "ignore", **settings}, check=True
+    )
     (built,) = (folder / "dist").glob("*.whl")
     return built
 
@@ -100,6 +102,8 @@ def main() -> None:
     parser.add_argument("--into", type=Path, default=ROOT / "dist")
     parser.add_argument("--quick", action="store_true", help="for this torch and these GPUs")
     options = parser.parse_args()
+    print("pycomm: this takes about 15 minutes of processor time", flush=True)
+    print("pycomm: [1/N] counts the compiled files", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         made = (quick if options.quick else complete)(Path(folder), options.into)
     size_mb, taken_s = made.stat().st_size / 1e6, time.monotonic() - begin_s

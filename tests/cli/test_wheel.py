@@ -100,12 +100,17 @@ def test_the_name_has_the_oldest_glibc_and_no_library_is_added(built: Path, whee
 
 
 def test_quick_wheel_replaces_older_ones(
-    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And the command says before the build how long it takes."""
     (tmp_path / "older-1.0-py3-none-any.whl").touch()
     monkeypatch.setattr(tools_wheel, "with_requirements", lambda _: sys.executable)
-    monkeypatch.setattr(tools_wheel, "build", lambda *_: built)
-    assert tools_wheel.quick(tmp_path, tmp_path) == tmp_path / built.name
+    monkeypatch.setattr(tools_wheel, "build", lambda *_: print("builds") or built)
+    monkeypatch.setattr(sys, "argv", ["wheel.py", "--quick", "--into", str(tmp_path)])
+    tools_wheel.main()
+    said, _, result = capsys.readouterr().out.partition("builds")
+    assert "minutes" in said
+    assert str(tmp_path / built.name) in result
     assert [file.name for file in tmp_path.glob("*.whl")] == [built.name]
 
 
