@@ -13,9 +13,8 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from test_launch import CLEAN, LIMIT_S
 
-LIMIT_S = 150
-CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM", "OMP", "PET_"))}
 MARK = "import os, signal, sys, time\nopen(f'reached.{os.getpid()}', 'x').close()\n"
 WAITS = MARK + "time.sleep(600)  # a signal ends it\n"
 # In a rank's process, before its first line of pycomm's: until the signal is pending.

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import warm
 from finished import finished
-from paths import ROOT
+from test_launch import CLEAN, LIMIT_S
 
-LIMIT_S = 150
 LAUNCH = ["-m", "pycomm", "launch", "--nproc", "1"]
-CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM", "OMP", "PET_"))}
-CLEAN["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 # Prints what a program sees of itself; `__main__` is used after the last line, by a thread and at
 # exit, and under the other name that children of multiprocessing use.
