@@ -4,6 +4,9 @@ In a pause the system may put two ranks on one processor. Each series (a burst) 
 40 calls, on four buffers in turn or on one. Contestants and buffers take turns, each once with the
 ranks free to move and once with every thread bound to a processor of its rank. Exits with 1 if the
 worst burst of one of pycomm's takes more than 1.5 times the median of its bound ranks.
+
+Also timed is "copy", in which each rank copies as many bytes in its own memory: its slow bursts,
+and those of bound ranks, are the machine's.
 """
 
 from __future__ import annotations
@@ -87,10 +90,13 @@ def _work(
     for case in cases:
         contestants = [
             (
-                Series(case, peer.name, buffers, bound, []),
-                [groups.call(peer, Arrays(case, rank.rank, peer.shares)) for _ in range(buffers)],
+                Series(case, peer.name if peer else "copy", buffers, bound, []),
+                [
+                    groups.call(peer, Arrays(case, rank.rank, peer.shares)) if peer else _copy(case)
+                    for _ in range(buffers)
+                ],
             )
-            for peer, buffers, bound in itertools.product(peers, BUFFERS, (True, False))
+            for peer, buffers, bound in itertools.product([*peers, None], BUFFERS, (True, False))
         ]
         for _, calls in contestants:
             _run(calls, WARM_UP)
@@ -104,6 +110,11 @@ def _work(
                     series.seconds.append((time.perf_counter() - start) / CALLS)
         rank.send([series for series, _ in contestants])
     barrier()
+
+
+def _copy(case: Case) -> Call:
+    source, target = torch.ones(2, case.bytes, dtype=torch.uint8)
+    return lambda: target.copy_(source)
 
 
 def _run(calls: Sequence[Call], count: int) -> None:
@@ -141,7 +152,7 @@ def rows_of(by_rank: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
         slowest = [max(times) * 1e6 for times in zip(*(s.seconds for s in of_ranks), strict=True)]
         median_us = statistics.median(slowest)
         if first.bound:
-            bound_us = median_us
+            bound_us, slow_bound = median_us, sum(us > SLOWEST * median_us for us in slowest)
             continue
         rows.append(
             {
@@ -153,6 +164,7 @@ def rows_of(by_rank: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
                 "median_us": median_us,  # of bursts, ranks free to move
                 "worst_us": max(slowest),
                 "slow": sum(us > SLOWEST * bound_us for us in slowest),  # bursts
+                "slow_bound": slow_bound,  # of the bound ranks, so not because of placement
                 "bursts": len(slowest),
             }
         )
@@ -164,7 +176,8 @@ def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         f"{row['peer']}: {row['verb']} of {format_size(row['size_bytes'])}, "
         f"buffers={row['buffers']}: {row['slow']} of {row['bursts']} bursts take more than "
-        f"{SLOWEST} times as long as with bound ranks; the worst takes {row['worst_us']:.0f} us"
+        f"{SLOWEST} times as long as with bound ranks, of which {row['slow_bound']} do; the worst "
+        f"takes {row['worst_us']:.0f} us"
         for row in rows
         if row["slow"] and row["peer"] in OURS
     ]

@@ -153,11 +153,12 @@ def series(bound: bool, *us: float, peer: str = "pycomm-direct") -> bursts.Serie
 
 
 def test_worst_burst_of_the_slowest_rank_is_compared_with_bound_ranks() -> None:
-    first = [series(True, 10, 12, 11), series(False, 9, 16, 10)]
+    first = [series(True, 10, 19, 11), series(False, 9, 16, 10)]
     second = [series(True, 11, 11, 11), series(False, 11, 18, 30)]
     (row,) = bursts.rows_of([first, second])
     assert (row["bound_us"], row["median_us"]) == (pytest.approx(11), pytest.approx(18))
     assert (row["worst_us"], row["slow"], row["bursts"]) == (pytest.approx(30), 2, 3)
+    assert row["slow_bound"] == 1
     (sentence,) = bursts.faults([row])
     assert "all_reduce of 4K, buffers=4: 2 of 3 bursts" in sentence
     within = [series(True, 10, 10), series(False, 15, 10)]
@@ -332,7 +333,8 @@ def test_bursts_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = "bursts --idle 0.001 --rounds 2 --sizes 4K --peers pycomm-direct,gloo"
     rows = stored(tmp_path, words)["rows"]
     found = [(row["peer"], row["buffers"]) for row in rows]
-    assert found == [(peer, buffers) for peer in ("pycomm-direct", "gloo") for buffers in (4, 1)]
+    peers = "pycomm-direct", "gloo", "copy"
+    assert found == [(peer, buffers) for peer in peers for buffers in (4, 1)]
     assert all(row["bursts"] == 2 and row["bound_us"] > 0 for row in rows)
     assert "bound_us" in capfd.readouterr().out
 
