@@ -21,7 +21,12 @@ namespace {
 // A store implemented in Python, with the methods of Store in _core.pyi.
 class PythonStore : public rendezvous::Store {
  public:
-  explicit PythonStore(py::object object) : object_(std::move(object)) {}
+  // Throws InvalidArgument if a method is missing: those of failures are called too late to say so.
+  explicit PythonStore(py::object object) : object_(std::move(object)) {
+    for (const char* method : {"set", "get", "add", "remove", "claim"})
+      if (!py::hasattr(object_, method))
+        throw InvalidArgument("invalid store: it has no method " + std::string(method) + "()");
+  }
 
   void set(const std::string& key, const std::string& value, const Deadline& deadline) override {
     const Asking asking;

@@ -332,3 +332,6 @@ def test_a_store_can_be_written_in_python() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(one, range(2))) == [[2.0, 2.0]] * 2
+    del Slow.claim  # only a rank that ends the forming of a group calls it
+    with pytest.raises(errors.InvalidArgument, match=r"it has no method claim\(\)"):
+        one(0)

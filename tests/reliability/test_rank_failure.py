@@ -5,13 +5,14 @@ last process that holds it ends. Ranks that are stopped or busy: test_faults.py.
 """
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,12 @@ class FolderStore:
     def _path(self, key: str) -> Path:
         return self.folder / key.replace("/", "_")
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
     def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
         new = self._path(key).with_suffix(f".new{self.rank}")
         new.write_bytes(value)
@@ -251,13 +258,30 @@ class FolderStore:
         return self._path(key).read_bytes()
 
     def add(self, key: str, amount: int, timeout_s: float = 30.0) -> int:
-        return amount
+        with self._alone():
+            found = self._path(key).read_bytes() if self._path(key).exists() else b"0"
+            self.set(key, b"%d" % (int(found) + amount))
+            return int(found) + amount
 
     def remove(self, key: str, timeout_s: float = 30.0) -> bytes | None:
-        return None
+        with self._alone():
+            if not self._path(key).exists():
+                return None
+            value = self._path(key).read_bytes()
+            self._path(key).unlink()
+            return value
+
+    def claim(self, key: str, value: bytes, timeout_s: float = 30.0) -> bytes:
+        with self._alone():
+            if not self._path(key).exists():
+                self.set(key, value)
+            return self._path(key).read_bytes()
 
 
-def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
+def form_with_one_that_dies(rank: int, transport: str, folder: str, late: int | None) -> None:
+    end = time.monotonic() + 30.0
+    while rank == late and not Path(folder, "died").exists() and time.monotonic() < end:
+        time.sleep(0.005)  # polling interval
     try:
         options = {"timeout_s": 30.0, "secret": "k" * 32, "transport": transport, "full_mesh": 64}
         connect(FolderStore(folder, rank), rank, 3, **options)
@@ -269,11 +293,15 @@ def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
             time.sleep(0.005)  # polling interval
 
 
+# A rank that is late: the others see the death while they wait for its rank info.
+@pytest.mark.parametrize("late", [None, 0, 1])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path: Path) -> None:
+def test_rank_that_dies_while_the_group_forms_is_named(
+    transport: str, late: int | None, tmp_path: Path
+) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=form_with_one_that_dies, args=(rank, transport, str(tmp_path)))
+        context.Process(target=form_with_one_that_dies, args=(rank, transport, str(tmp_path), late))
         for rank in range(3)
     ]
     for process in ranks:
