@@ -24,6 +24,9 @@ def set_call_fallback(run: Callable[..., Any]) -> None:
     """The Python function that Call.__call__ calls for all calls that the core does not run
     itself: run(group, call, input, output, result, async_op)."""
 
+def set_work_type(work: type[Work]) -> None:
+    """pycomm.Work, which the core makes."""
+
 def set_profiler(profiler: ModuleType) -> None:
     """The module whose `_is_profiler_enabled` passes all calls to the fallback."""
 
@@ -73,9 +76,21 @@ class Call:
     # array: (address, dtype, count, owner). `stream`: the caller's, for a device group.
     def run(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> bool:
         """Runs the call. False, and nothing happens, if an array needs a description."""
-    def start(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> Work | None:
+    def start(
+        self,
+        group: Collectives,
+        input: Any,
+        output: Any,
+        stream: int | None,
+        result: Any,
+        written: Any,
+        array: Any,
+        /,
+    ) -> Any:
         """Like run(), on the group's worker; keeps the arrays alive until the call is complete.
-        None if an array needs a description."""
+        Returns a pycomm.Work of the result and of what its wait() needs: a reference to an array
+        that is not contiguous, and to one on a device. None if an array needs a description, which
+        comes with a stream."""
 
 def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], int, bool] | None:
     """Describes lists of equal length of contiguous arrays, in host memory or on one GPU: uint64
@@ -168,8 +183,13 @@ class Member:
     started: int
 
 class Work:
+    """A call that was started: the base of pycomm.Work, of which the core makes objects."""
+
+    _result: Any
+    _written: Any
+    _array: Any
     def done(self) -> bool: ...
-    def wait(self, timeout_s: float, /) -> None: ...
+    def wait_for_call(self, limit_s: float, /) -> None: ...
     def make_stream_wait(self, stream: int, /) -> None:
         """Device calls, after wait(): later work on `stream` begins after the call."""
     @property

@@ -5,6 +5,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <array>
 #include <chrono>
 #include <deque>
 #include <memory>
@@ -83,6 +84,14 @@ class GroupHandle : public Handle {
   group::Group& group() const { return static_cast<group::Group&>(collectives()); }
 };
 
+// Converts the error that is being handled; returns null, as Python expects after an error.
+PyObject* raise_current();
+
+// A Work of pycomm. `source`: where a recv stores its sender, else null. `kept`: the result; what
+// wait() finishes, or None; the array on a device, or None.
+PyObject* make_work(std::shared_ptr<group::Work> work, std::shared_ptr<int> source,
+                    std::array<PyObject*, 3> kept);
+
 // The handle in a Python object. Throws if it is none.
 Handle& handle_of(PyObject* object);
 
@@ -90,6 +99,7 @@ void bind_stores(py::module_& module);       // core_store.cpp
 void bind_group(py::module_& module);        // core_group.cpp
 void bind_devices(py::module_& module);      // core_devices.cpp
 void bind_calls(py::module_& module);        // core_calls.cpp
+void bind_work(py::module_& module);         // core_work.cpp
 void bind_cpu_kernels(py::module_& module);  // core_kernels.cpp
 void bind_memory(py::module_& module);       // core_memory.cpp
 void bind_rows(py::module_& module);         // core_rows.cpp

@@ -44,18 +44,6 @@ struct {
   PyObject* profiler_flag = nullptr;
 } python;
 
-// Converts the error that is being handled; returns null, as Python expects after an error.
-PyObject* raise_current() {
-  try {
-    throw;
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (...) {
-    py::detail::try_translate_exceptions();
-  }
-  return nullptr;
-}
-
 PyObject* run_or_fall_back(PyObject* self, PyObject* const* given, size_t flags,
                            PyObject* keywords);
 
@@ -202,6 +190,30 @@ bool are_plain(const group::Call& call, PyObject* x, PyObject* out, int rank, in
   return collects ? are_rows(*into, *from, rank, size) : are_rows(*from, *into, rank, size);
 }
 
+// Null, and nothing happens, if an array needs a description. `kept`: as for make_work().
+PyObject* start_with(PyObject* self, Arguments given, std::array<PyObject*, 3> kept) {
+  group::Call call = call_of(self, given);
+  Handle& handle = handle_of(given[0]);
+  group::Collectives& group = handle.collectives();
+  if (!set_arrays(call, given, group.size())) return nullptr;
+  std::shared_ptr<int> source;
+  std::function<void(std::exception_ptr)> keep_source;
+  if (call.operation == Operation::recv) {
+    source = std::make_shared<int>(group::kAnySource);
+    call.source = source.get();
+    keep_source = [source](const std::exception_ptr&) {};
+  }
+  std::shared_ptr<group::Work> work;
+  {
+    const Blocking blocking;  // during a graph capture, start() waits for the other ranks
+    work = group.start(call, std::move(keep_source));
+  }
+  // First: the call continues even if a signal handler raised.
+  if (!work->ended()) handle.keep(work, py::make_tuple(py::handle(given[1]), py::handle(given[2])));
+  throw_pending();
+  return make_work(std::move(work), std::move(source), kept);
+}
+
 bool is_profiled() {
   PyObject* const profiler = python.profiler;
   // The object may be freed meanwhile: only its address is used.
@@ -229,18 +241,23 @@ py::object handle_in(PyObject* group) {
 #endif
 }
 
-// call(group, input, output, result, async_op): runs the call and returns `result`. Leaves to
-// Python whatever is not such a call at once on arrays in host memory.
+// call(group, input, output, result, async_op): runs the call and returns `result`, or starts it
+// and returns a Work. Leaves to Python what the core cannot do itself.
 PyObject* run_or_fall_back(PyObject* self, PyObject* const* given, size_t flags,
                            PyObject* keywords) {
   try {
     if (PyVectorcall_NARGS(flags) != 5 || keywords != nullptr)
       throw py::type_error("expected a group, an input, an output, a result and async_op");
-    if (given[4] == Py_False && !is_profiled()) {
+    if ((given[4] == Py_False || given[4] == Py_True) && !is_profiled()) {
       const py::object handle = handle_in(given[0]);
       if (handle) {
         const std::array<PyObject*, 3> arguments{handle.ptr(), given[1], given[2]};
-        if (run_with(self, arguments)) return Py_NewRef(given[3]);
+        if (given[4] == Py_True) {
+          if (PyObject* const work = start_with(self, arguments, {given[3], Py_None, Py_None}))
+            return work;
+        } else if (run_with(self, arguments)) {
+          return Py_NewRef(given[3]);
+        }
       }
       PyErr_Clear();  // Python's side reports what is no group
     }
@@ -276,50 +293,18 @@ PyObject* run_rows(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   }
 }
 
-// A call in progress, and where a recv stores its sender.
-struct Started {
-  std::shared_ptr<group::Work> work;
-  std::shared_ptr<int> source;
-};
-
+// start(group, input, output, stream, result, written, array): the Work of the call. A stream,
+// which may be 0, says that the arrays are described. `written`, `array`: as in Work; None
+// otherwise.
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
-    const Arguments arguments{given, static_cast<size_t>(count)};
-    group::Call call = call_of(self, arguments);
-    Handle& handle = handle_of(given[0]);
-    group::Collectives& group = handle.collectives();
-    if (!set_arrays(call, arguments, group.size())) return Py_NewRef(Py_None);
-    Started started;
-    if (call.operation == Operation::recv) {
-      started.source = std::make_shared<int>(group::kAnySource);
-      call.source = started.source.get();
-    }
-    {
-      const Blocking blocking;  // during a graph capture, start() waits for the other ranks
-      started.work = group.start(call, [kept = started.source](const std::exception_ptr&) {});
-    }
-    // First: the call continues even if a signal handler raised.
-    handle.keep(started.work, py::make_tuple(py::handle(given[1]), py::handle(given[2])));
-    throw_pending();
-    return py::cast(std::move(started)).release().ptr();
+    if (count != 7) throw py::type_error("expected 7 arguments");
+    const size_t arrays = given[3] == Py_None ? 3 : 4;
+    PyObject* const work = start_with(self, {given, arrays}, {given[4], given[5], given[6]});
+    return work != nullptr ? work : Py_NewRef(Py_None);
   } catch (...) {
     return raise_current();
   }
-}
-
-void wait(const Started& started, double timeout_s) {
-  const auto limit = nanoseconds(timeout_s);
-  {
-    const Blocking blocking;
-    started.work->wait(limit);
-  }
-  throw_pending();
-}
-
-// The sender for a recv; None for other calls, or if the call is not complete or failed.
-py::object source_of(const Started& started) {
-  const bool known = started.source && started.work->done() && !started.work->error();
-  return known ? py::object(py::int_(*started.source)) : py::none();
 }
 
 // Python expects fast functions cast to the type of slow ones, as its documentation shows.
@@ -367,14 +352,7 @@ void bind_calls(py::module_& module) {
   python.lock = py::list().release().ptr();
   python.core_name = PyUnicode_InternFromString("core");
   python.profiler_flag = PyUnicode_InternFromString("_is_profiler_enabled");
-  py::class_<Started>(module, "Work")
-      .def("done", [](const Started& started) { return started.work->done(); })
-      .def("wait", &wait)
-      .def("make_stream_wait",
-           [](const Started& started, uintptr_t stream) {
-             started.work->make_stream_wait(reinterpret_cast<void*>(stream));
-           })
-      .def_property_readonly("source", &source_of);
+  bind_work(module);
   bind_call(module);
   module.def("reduce_op_name", [](const py::handle& op) { return name_of(reduce_op_from(op)); });
   module.def("set_call_fallback",

@@ -178,7 +178,7 @@ Handle& handle_of(PyObject* object) {
 void Handle::keep(std::shared_ptr<group::Work> work, py::object arrays) {
   std::vector<Kept> complete;  // freed after the lock: a destructor in Python may call keep()
   const std::lock_guard lock(mutex_);
-  while (!kept_.empty() && kept_.front().work->done()) {
+  while (!kept_.empty() && kept_.front().work->ended()) {
     complete.push_back(std::move(kept_.front()));
     kept_.pop_front();
   }

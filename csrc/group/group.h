@@ -97,6 +97,8 @@ class Work {
  public:
   virtual ~Work() = default;
   virtual bool done() const = 0;
+  // As done(), but a receive that no thread waits for yet does not begin.
+  virtual bool ended() const { return done(); }
   // Waits until the call is complete and throws its error if it failed. Throws Timeout after
   // `limit`; the call itself continues. A limit of 0 waits as long as the call may take.
   virtual void wait(std::chrono::nanoseconds limit = std::chrono::nanoseconds{0}) = 0;

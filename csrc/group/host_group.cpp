@@ -248,9 +248,10 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
   Worker& worker = runs_beside(call, options_) ? messages_ : worker_;
   if (is_receive(call))
     return worker.start_receive({call, Deadline(limit_of(call))}, small, body, std::move(then));
-  if (small && call.operation == Operation::send && !call.device.agreement)
-    return worker.start(body, std::move(then),
-                        [&] { return engine_.can_send_at_once(call.peer, bytes); });
+  if (small && call.operation == Operation::send && !call.device.agreement) {
+    const auto can = [&] { return engine_.can_send_at_once(call.peer, bytes); };
+    if (auto sent = worker.run_at_once(can, body, then)) return sent;
+  }
   return worker.start(body, std::move(then));
 }
 

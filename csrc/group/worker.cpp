@@ -66,6 +66,9 @@ class Worker::Started final : public Work {
 
   bool done() const override {
     end_deferral();
+    return ended();
+  }
+  bool ended() const override {
     const std::lock_guard lock(mutex_);
     return done_;
   }
@@ -156,7 +159,8 @@ void Worker::State::check_thread() const {
     return;
   }
   const auto waits = [](const auto& one) { return one->is_turn(); };
-  if (caller.is_inside() || std::ranges::any_of(queue, waits)) throw InvalidArgument(kSecondThread);
+  if (caller.thread() != 0 || std::ranges::any_of(queue, waits))
+    throw InvalidArgument(kSecondThread);
 }
 
 // Waits for the caller's turn. Returns when the wait began.
@@ -186,7 +190,7 @@ Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
       throw Timeout("Timed out after " + std::to_string(deadline.limit_s()) +
                     " s, waiting for calls of this rank that were started before and are still "
                     "under way" +
-                    (state.caller.is_inside()
+                    (state.caller.thread() != 0
                          ? "; thread " + std::to_string(state.caller.thread()) + " is inside"
                          : ""));
     }
@@ -225,20 +229,14 @@ void Worker::run_exclusive(const Body& body) {
   --state.waiting;
 }
 
-std::shared_ptr<Work> Worker::start(Body body, Then then, const std::function<bool()>& at_once) {
-  const auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
-  if (!at_once) return add(started);
-  std::exception_ptr error;
-  bool runs = false;
-  replace_worker(*state_, [&](Lock& lock) {
-    lock.unlock();
-    runs = at_once();
-    if (runs) error = started->run();
-    lock.lock();
-  });
-  if (!runs) return add(started);
-  started->complete(error);
-  return started;
+std::shared_ptr<Work> Worker::start(Body body, Then then) {
+  return add(std::make_shared<Started>(*this, std::move(body), std::move(then)));
+}
+
+void Worker::leave_at_once() {
+  if (state_->caller.try_leave_at_once()) return;
+  const Change change(*state_);
+  state_->caller.leave();
 }
 
 std::shared_ptr<Work> Worker::start_receive(const PendingReceive& receive, bool deferrable,
@@ -326,25 +324,20 @@ void Worker::complete_next_receive(State& state, Lock& lock) {
   lock.lock();
 }
 
-// Runs `body`, with the mutex, as the worker would, if nothing else is under way.
-template <typename Run>
-void Worker::replace_worker(State& state, const Run& body) {
-  Change change(state);
-  if (state.caller.is_inside() || state.ending || state.waiting > 0 || !state.is_idle()) return;
-  state.worker_inside = true;
-  body(change.lock());
-  state.worker_inside = false;
-}
-
-// Until the receive is complete or another call needs the turn.
+// On this thread, as the worker would, if nothing else is under way: until the receive is complete
+// or another call needs the turn.
 void Worker::receive_here(State& state, const Started& receive) {
   std::shared_ptr<Started> one;
   std::exception_ptr error;
-  replace_worker(state, [&](Lock& lock) {
+  {
+    Change change(state);
+    if (state.caller.is_inside() || state.waiting > 0 || !state.is_idle()) return;
     if (state.deferred.get() != &receive) return;
+    state.worker_inside = true;
     state.end_deferral();
-    std::tie(one, error) = receive_next(state, lock);
-  });
+    std::tie(one, error) = receive_next(state, change.lock());
+    state.worker_inside = false;
+  }
   if (one) one->complete(error);
 }
 

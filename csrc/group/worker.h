@@ -10,7 +10,7 @@
 //   idle         take_turn()                        calling: a caller is inside
 //   calling      ~Turn()                            idle, queued
 //   idle         start(), start_receive()           queued: the queue or the receives grow
-//   idle         start() with `at_once`             working, on the caller's thread
+//   idle         run_at_once()                      calling, as `at_once`: other threads may start
 //   idle         start_receive(), deferrable        deferred
 //   deferred     start_receive(), end_deferral()    queued
 //   deferred     Work::wait(), Work::advance()      receiving, on the caller's thread
@@ -68,21 +68,30 @@ class Caller {
     uintptr_t mine = me();
     return word_.compare_exchange_strong(mine, 0, std::memory_order_release);
   }
+  // A call that is started, and runs at once: no thread is inside, and calls wait until leave().
+  bool try_enter_at_once() {
+    uintptr_t free = 0;
+    return word_.compare_exchange_strong(free, kAtOnce, std::memory_order_acquire);
+  }
+  bool try_leave_at_once() {
+    uintptr_t mine = kAtOnce;
+    return word_.compare_exchange_strong(mine, 0, std::memory_order_release);
+  }
 
   // All others require the worker's mutex. While the fast path is disabled, try_enter() and
   // try_leave() fail, so that the thread inside does not change without the mutex.
   void disable_fast_path() { word_.fetch_or(kFastPathDisabled); }
   void enable_fast_path() { word_.fetch_and(~kFastPathDisabled); }
-  bool is_inside() const { return thread() != 0; }
+  bool is_inside() const { return (word_.load() & ~kFastPathDisabled) != 0; }
   bool is_this_thread() const { return thread() == me(); }
   // pthread_self() of the thread inside, as Python's threading.get_ident(); 0: none.
-  uintptr_t thread() const { return word_.load() & ~kFastPathDisabled; }
+  uintptr_t thread() const { return word_.load() & ~(kFastPathDisabled | kAtOnce); }
   void enter() { word_.fetch_or(me()); }
   void leave() { word_.fetch_and(kFastPathDisabled); }
 
  private:
-  // Addresses of threads are even.
-  static constexpr uintptr_t kFastPathDisabled = 1;
+  // Addresses of threads are multiples of 4.
+  static constexpr uintptr_t kFastPathDisabled = 1, kAtOnce = 2;
   static uintptr_t me() { return static_cast<uintptr_t>(::pthread_self()); }
 
   std::atomic<uintptr_t> word_{0};
@@ -140,9 +149,12 @@ class Worker {
   Turn take_turn(std::chrono::nanoseconds limit);
   // Inside a `then`, `body` runs at once: a wait for the Work there must not block the thread
   // that would run it, and the order is the same as for a `then` that was added too late for the
-  // worker and runs on the adding thread. It also runs at once, on this thread, if nothing else is
-  // under way and `at_once` is true then.
-  std::shared_ptr<Work> start(Body body, Then then, const std::function<bool()>& at_once = {});
+  // worker and runs on the adding thread.
+  std::shared_ptr<Work> start(Body body, Then then);
+  // Starts a call and runs it on this thread, if nothing else is under way and `can()` is true
+  // then; otherwise returns null.
+  template <typename Can, typename Run>
+  std::shared_ptr<Work> run_at_once(const Can& can, const Run& body, const Then& then);
   // While it lives, the calls of this thread, which has the turn, are part of that turn.
   class ReentrantTurn {
    public:
@@ -231,13 +243,43 @@ class Worker {
   static std::pair<std::shared_ptr<Started>, std::exception_ptr> receive_next(State& state,
                                                                               Lock& lock);
   static void complete_next_receive(State& state, Lock& lock);
-  template <typename Run>
-  static void replace_worker(State& state, const Run& body);
   static void receive_here(State& state, const Started& receive);
+  void leave_at_once();
 
   std::function<bool()> interrupted_;
   std::shared_ptr<State> state_;
   std::thread thread_;
 };
+
+// A call that ran at once.
+class EndedWork final : public Work {
+ public:
+  explicit EndedWork(std::exception_ptr error) : error_(std::move(error)) {}
+  bool done() const override { return true; }
+  void wait(std::chrono::nanoseconds /*limit*/) override {
+    if (error_) std::rethrow_exception(error_);
+  }
+  std::exception_ptr error() const override { return error_; }
+
+ private:
+  const std::exception_ptr error_;
+};
+
+template <typename Can, typename Run>
+std::shared_ptr<Work> Worker::run_at_once(const Can& can, const Run& body, const Then& then) {
+  if (!state_->caller.try_enter_at_once()) return nullptr;
+  std::exception_ptr error;
+  bool runs = false;
+  try {
+    runs = can();
+    if (runs) body();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  leave_at_once();
+  if (!runs && !error) return nullptr;
+  if (then) then(error);
+  return std::make_shared<EndedWork>(error);
+}
 
 }  // namespace pycomm::group

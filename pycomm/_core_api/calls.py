@@ -48,26 +48,22 @@ class Waitable(Protocol):
         """Waits until it is complete on the device, too; raises its error."""
 
 
-class Work(Generic[Result]):
-    """A call that was started with async_op. Do not access its arrays until it is complete.
+class Work(_core.Work, Generic[Result]):
+    """A call that was started with async_op. Do not access its arrays until it is complete. `source`
+    is then the rank that sent what a recv received; None for other calls.
 
     wait() and result() copy the result into an array that is not contiguous. On a device they
     return once the call is enqueued: later work on the current stream runs after it.
     """
 
-    __slots__ = ("_array", "_core", "_output", "_result")
-
-    def __init__(
-        self, core: _core.Work, output: ArrayRef | None, result: Result, array: ArrayRef | None
-    ):
-        self._core = core
-        self._output = output
-        self._result = result
-        self._array = array  # a device array, or None
+    __slots__ = ()
+    _result: Result
+    _written: ArrayRef | None  # not contiguous: wait() copies to it
+    _array: ArrayRef | None  # on a device
 
     def done(self) -> bool:
         """Whether the call is complete or failed."""
-        return self._core.done()
+        return super().done()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until the call is complete.
@@ -80,12 +76,12 @@ class Work(Generic[Result]):
             Timeout: the call is not complete in time.
             Error: the error of the call.
         """
-        self._core.wait(limit(timeout_s))
+        self.wait_for_call(limit(timeout_s))
         if self._array is not None:
-            self._core.make_stream_wait(device_groups.stream(self._array.device, self._array.array))
-        output, self._output = self._output, None
-        if output is not None:
-            output.finish()
+            self.make_stream_wait(device_groups.stream(self._array.device, self._array.array))
+        if self._written is not None:
+            written, self._written = self._written, None
+            written.finish()
 
     def wait_for_device(self) -> None:
         """wait(), and then until the device has completed the call.
@@ -94,9 +90,9 @@ class Work(Generic[Result]):
             Error: the error of the call, also of a call that failed after it was enqueued.
         """
         self.wait()
-        while not self._core.done():
+        while not self.done():
             time.sleep(POLL_S)  # polls the device: Ctrl-C interrupts it
-        self._core.wait(limit(None))
+        self.wait_for_call(limit(None))
 
     def result(self) -> Result:
         """Waits, and returns what the call without async_op returns; raises its error."""
@@ -134,6 +130,7 @@ def run(
 
 
 _core.set_call_fallback(run)
+_core.set_work_type(Work)
 if PROFILER in sys.modules:
     _core.set_profiler(sys.modules[PROFILER])
 
@@ -142,9 +139,9 @@ def _run(
     group: Group, call: _core.Call, source: Any, output: Any, result: Any, async_op: bool
 ) -> Any:
     if async_op:
-        work = call.start(group.core, source, output)
+        work = call.start(group.core, source, output, None, result, None, None)
         if work is not None:
-            return Work(work, None, result, None)
+            return work
     elif call.run(group.core, source, output):
         return result
     return _run_described(group, call, source, output, result, async_op)
@@ -171,9 +168,7 @@ def _run_described(
         core = device_groups.core(group, array.device, call)
         stream = device_groups.stream(array.device, array.array)
     if async_op:
-        work = call.start(core, *memory, stream)
-        assert work is not None  # the core reads every description
-        return Work(work, written, result, array)
+        return call.start(core, *memory, stream, result, written, array)
     call.run(core, *memory, stream)
     if written is not None:
         written.finish()

@@ -114,7 +114,7 @@ def from_any_source(group: pycomm.Group, device: Any) -> None:
     np.testing.assert_array_equal(sums, numbers(1) + numbers(2))
     while not work.done():
         pass
-    first = work._core.source
+    first = work.source
     np.testing.assert_array_equal(device.get(got[0]), numbers(first))
 
 

@@ -386,4 +386,23 @@ const ByTransport kSmallSends(
       });
     });
 
+const ByTransport kTwoThreads("two threads start small messages", [](const std::string& by) {
+  run_groups(2, by, [&](Group& group) {
+    constexpr int kCount = 2000;
+    if (group.rank() == 1) {
+      for (int i = 0; i < 2 * kCount; ++i) receive(group, 10, i, 0, i / kCount);
+      return;
+    }
+    const auto start_all = [&](int tag) {
+      for (int i = tag * kCount; i < (tag + 1) * kCount; ++i) {
+        Array array = numbers(10, i);
+        group.start(message(Operation::send, array, 1, tag), {})->wait();
+      }
+    };
+    auto other = std::async(std::launch::async, start_all, 1);
+    start_all(0);
+    other.get();
+  });
+});
+
 }  // namespace

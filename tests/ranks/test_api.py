@@ -216,6 +216,7 @@ def run_python(code: str, **environment: str) -> Any:
 
 
 COMPILED = """
+import gc, weakref
 import numpy as np, pycomm
 from pycomm import _core, errors
 from pycomm._core_api import calls
@@ -229,15 +230,26 @@ x = np.ones(3, np.float32)
 try: pycomm.all_reduce(x)
 except errors.InvalidArgument: left.clear()  # there is no group yet
 group = pycomm.init()
-assert pycomm.all_reduce(x) is x and pycomm.broadcast(x, group=group) is x and left == []
-assert pycomm.all_reduce(x[::2]) is not None and pycomm.all_reduce(x, async_op=True).result() is x
-assert left == ["all_reduce"] * 2
+assert pycomm.all_reduce(x) is x and pycomm.broadcast(x, group=group) is x
+assert pycomm.all_reduce(x, async_op=True).result() is x and left == []
+assert pycomm.all_reduce(x[::2]) is not None and left == ["all_reduce"]
+assert pycomm.all_reduce(x[::2], async_op=True).result() is not None and left == ["all_reduce"] * 2
 for call in (lambda: _core.Call("barrier")(group), lambda: _core.Call("barrier")(group=group)):
     try: call()
     except TypeError as error: print(error)  # compared below
 with as_thread_default(group): pycomm.barrier()
 assert left[2:] == ["barrier"]
-pycomm.shutdown()
+class Held(np.ndarray):
+    pass
+held = x.view(Held)
+held.work = pycomm.all_reduce(held, async_op=True)
+held.work.wait()
+gone = weakref.ref(held)
+del held
+pycomm.all_reduce(x, async_op=True).wait()  # the group keeps the arrays of the last call
+assert gc.collect() and gone() is None
+try: pycomm.Work()
+except TypeError: pycomm.shutdown()
 try: pycomm.all_reduce(x)
 except errors.GroupBroken as error: print(error)
 """
