@@ -2,7 +2,7 @@
 # if it has a supported torch.
 PYTHON ?= python3
 PY := .venv/bin/python
-AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 6 ? n + 2 : 8)))
 
 # Python stores what it has compiled, and pytest what it has rewritten, for the other processes.
 export PYTHONDONTWRITEBYTECODE :=
@@ -60,7 +60,7 @@ EDITABLE := $(PY) -m pip install -q --no-compile --disable-pip-version-check --n
 demo: build
 	$(PY) -m pycomm demo
 
-# Most tests wait for ranks that wait for each other: run one more than there are processors.
+# Most tests wait for ranks that wait for each other: run two more than there are processors.
 PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal --built
 # What the tests of a tier run, compiled before the first of them.
 PROGRAMS := PYTHONPATH=tests/support:tests/native:tests/emulator:tests/fuzz:tests \

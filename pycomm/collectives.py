@@ -1,8 +1,8 @@
 """The collective calls. Every rank of a group makes the same calls in the same order.
 
 An array is a torch tensor, a NumPy array, or any object with the array interface, the buffer
-protocol or DLPack, in host memory and of any shape and strides. CUDA arrays (torch, CuPy) must be
-contiguous. These parameters are common to all calls:
+protocol or DLPack, of any shape and strides. CuPy's arrays must be contiguous. These parameters are
+common to all calls:
 
     algorithm  one of algorithms(), to force it; None: chosen by size and number of ranks
     group      the group to call in; None: the default group

@@ -1,10 +1,10 @@
 """A uniform view of arrays: torch tensors, NumPy arrays and other objects that expose memory.
 
 The core inspects contiguous tensors and NumPy arrays itself (csrc/bindings/core_arrays.cpp). This
-module describes all others for it and reports the errors. For a collective, a non-contiguous array
-in host memory is copied to a contiguous one and back. On a device, and for kernels
-(`as_array_ref`), arrays are never copied and must be contiguous. torch and CuPy are recognised
-without importing them.
+module describes all others for it and reports the errors. For a collective, a non-contiguous tensor
+or NumPy array is copied to a contiguous one and back. CuPy's, and those for kernels
+(`as_array_ref`), are never copied and must be contiguous. torch and CuPy are recognised without
+importing them.
 """
 
 from __future__ import annotations
@@ -345,18 +345,14 @@ def _numpy_name(dtype: Any) -> str:
 
 
 def _torch_view(x: Any, write: bool) -> ArrayRef:
-    if on_gpu(x):
-        return as_array_ref(x, "the array", write=write)
-    name = check_tensor("x", x)
+    check_tensor("x", x)
     if x.is_contiguous() and not x.is_neg():
-        return ArrayRef(x.data_ptr(), name, x.numel(), tuple(x.shape), HOST, x)
+        return _torch_ref(x)
     if write and _may_overlap(x.shape, x.stride(), 1):
         raise InvalidArgument(OVERLAP)
-    array = x.detach().resolve_neg().contiguous()
-    return ArrayRef(
-        *(array.data_ptr(), name, array.numel(), tuple(x.shape), HOST, array),
-        target=x if write else None,
-    )
+    one = _torch_ref(x.detach().resolve_neg().contiguous())
+    one.target = x if write else None
+    return one
 
 
 def on_gpu(x: Any) -> bool:

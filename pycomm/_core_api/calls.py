@@ -49,8 +49,9 @@ class Waitable(Protocol):
 
 
 class Work(_core.Work, Generic[Result]):
-    """A call that was started with async_op. Do not access its arrays until it is complete. `source`
-    is then the rank that sent what a recv received; None for other calls.
+    """A call that was started with async_op. Do not access its arrays until it is complete.
+
+    `source` is the rank whose message a recv received; None for other calls, and before that.
 
     wait() and result() copy the result into an array that is not contiguous. On a device they
     return once the call is enqueued: later work on the current stream runs after it.

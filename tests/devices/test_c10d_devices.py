@@ -24,6 +24,7 @@ from torch_devices import (
 )
 from torch_ranks import Run, in_processes
 
+import pycomm
 from pycomm import errors, torch_backend
 from pycomm._core_api import device_groups
 
@@ -71,6 +72,42 @@ def test_results_of_other_layouts_are_ordered_with_the_stream(at: Any) -> None:
         y = torch.empty_like(x)
         y.copy_(x)
         assert (y.cpu() == turn * dist.get_world_size()).all()
+
+
+@in_processes(2)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_own_calls_copy_arrays_of_other_layouts(at: Any, async_op: bool) -> None:
+    pycomm.init()
+    n, me = pycomm.size(), pycomm.rank()
+    rooms: list[Any] = []
+
+    def odd(x: Any) -> Any:
+        rooms.append(torch.full((*x.shape, 3), 99.0, device=at.device))
+        rooms[-1][..., 1].copy_(x)
+        return rooms[-1][..., 1]
+
+    each = [torch.arange(12.0).view(3, 4) + 100 * rank for rank in range(n)]
+    whole, rows = torch.stack(each), [torch.stack([x + 7 * i for i in range(n)]) for x in each]
+    mine, mine_rows = each[me], rows[me]
+    to_all = torch.stack([row[me] for row in rows])
+    calls = [
+        (pycomm.all_reduce(odd(mine), async_op=async_op), sum(each)),
+        (pycomm.broadcast(odd(mine), 1, async_op=async_op), each[1]),
+        (pycomm.all_gather(odd(mine), odd(0 * whole), async_op=async_op), whole),
+        (pycomm.reduce_scatter(odd(mine_rows), out=odd(mine), async_op=async_op), to_all.sum(0)),
+        (pycomm.all_to_all(odd(mine_rows), odd(mine_rows), async_op=async_op), to_all),
+        (pycomm.scatter(odd(mine_rows), 1, odd(mine), async_op=async_op), rows[1][me]),
+        (pycomm.reduce(odd(mine), 1, async_op=async_op), sum(each) if me == 1 else mine),
+    ]
+    for call, wanted in calls:
+        assert torch.equal((call.result() if async_op else call).cpu(), wanted)
+    if me == 0:
+        pycomm.send(odd(mine), 1)
+    else:
+        assert torch.equal(pycomm.recv(odd(mine), 0).cpu(), each[0])
+    assert all((room[..., ::2].cpu() == 99.0).all() for room in rooms)
+    with pytest.raises(errors.InvalidArgument, match="elements of the array share memory"):
+        pycomm.all_reduce(torch.zeros(1, device=at.device).expand(5))
 
 
 @in_processes(2)

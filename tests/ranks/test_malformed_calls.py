@@ -27,7 +27,7 @@ from valid_training import METHODS, METHODS_ALONE, STATES, TRAINING
 
 # Names of the reference without a valid call, and why.
 LEFT = {
-    "results, which programs do not make": "Group Work launch.Launcher "
+    "results, which programs do not make": "Group launch.Launcher "
     "elastic.ShrinkResult elastic.Microbatch",
     "tuples, which the functions that take them check": "kernels.GroupBatch kernels.PacketBatch "
     "kernels.GroupPackets",

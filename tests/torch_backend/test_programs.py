@@ -23,7 +23,7 @@ WITH_VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 
 
 @pytest.mark.timeout(1000)  # the script has 900 s
-@pytest.mark.parametrize("program", of_the_day(ON_PYCOMM, 3))
+@pytest.mark.parametrize("program", of_the_day(ON_PYCOMM, 5))
 def test_runs_unchanged(program: str, tmp_path: Path) -> None:
     _run(program, tmp_path)
 
