@@ -7,10 +7,10 @@
 
 #include <array>
 #include <chrono>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "bindings/names.h"
 #include "group/group.h"
@@ -73,8 +73,9 @@ class Handle {
     py::object arrays;
   };
   std::shared_ptr<group::Collectives> collectives_;
-  std::mutex mutex_;       // guards kept_; not held while Python objects are freed
-  std::deque<Kept> kept_;  // in call order, which is also the order of completion
+  std::mutex mutex_;  // guards kept_; not held while Python objects are freed
+  std::vector<Kept> kept_;
+  size_t next_look_ = 0;  // how many there are when those that are complete are freed next
   unsigned forks_at_creation_;
 };
 

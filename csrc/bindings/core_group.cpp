@@ -1,7 +1,9 @@
 // A group and its totals, for Python.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -178,11 +180,14 @@ Handle& handle_of(PyObject* object) {
 void Handle::keep(std::shared_ptr<group::Work> work, py::object arrays) {
   std::vector<Kept> complete;  // freed after the lock: a destructor in Python may call keep()
   const std::lock_guard lock(mutex_);
-  while (!kept_.empty() && kept_.front().work->ended()) {
-    complete.push_back(std::move(kept_.front()));
-    kept_.pop_front();
-  }
   kept_.push_back({std::move(work), std::move(arrays)});
+  if (kept_.size() < next_look_) return;
+  const auto ended = std::partition(kept_.begin(), kept_.end(),
+                                    [](const Kept& one) { return !one.work->ended(); });
+  std::move(ended, kept_.end(), std::back_inserter(complete));
+  kept_.erase(ended, kept_.end());
+  constexpr size_t kFew = 16;  // of which all are looked at in each call
+  next_look_ = kept_.size() < kFew ? 0 : 2 * kept_.size();
 }
 
 void bind_group(py::module_& module) {

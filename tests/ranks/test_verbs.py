@@ -1,5 +1,6 @@
 """The verbs, for arrays of any layout."""
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,26 @@ def test_every_verb_with_arrays_that_are_not_contiguous(async_op: bool) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_verb_over_every_transport(transport: str) -> None:
     run_ranks(3, every_verb, "int64", False, np.copy, transport=transport)
+
+
+def test_a_receive_that_waits_keeps_no_arrays_of_other_calls() -> None:
+    def fn(group: Group) -> int:
+        late = np.zeros(1)
+        if group.rank == 0:
+            waiting = pycomm.recv(late, 1, tag=9, group=group, async_op=True)
+        arrays = []
+        for _ in range(200):
+            x = np.ones(2)
+            pycomm.all_reduce(x, group=group, async_op=True).wait()
+            arrays.append(weakref.ref(x))
+            del x
+        if group.rank == 0:
+            waiting.wait()
+        else:
+            pycomm.send(late, 0, tag=9, group=group)
+        return sum(array() is not None for array in arrays)
+
+    assert max(run_ranks(2, fn)) < 50
 
 
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)

@@ -196,7 +196,7 @@ MAY_SEE_ENVIRONMENT = [
 BUDGETS = {
     "benchmarks": 7702,
     "csrc": 4394,
-    "csrc/bindings": 5202,
+    "csrc/bindings": 5208,
     "csrc/codec": 1493,
     "csrc/collectives": 1934,
     "csrc/cuda": 5417,
@@ -220,14 +220,14 @@ BUDGETS = {
     "tests/devices": 3857,
     "tests/emulator": 8332,
     "tests/native": 16099,
-    "tests/ranks": 8546,
+    "tests/ranks": 8567,
     "tests/reliability": 5014,
     "tests/support": 6441,
     "tests/torch_backend": 4442,
     "tests/unit": 6328,
     "tools": 1989,
 }
-IN_ALL = 154_438
+IN_ALL = 154_465
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
