@@ -19,6 +19,6 @@ pytestmark = [
 @pytest.mark.parametrize("kind", ["plain", *of_the_day(["tsan", "asan"], 2)])
 def test_plans_run_on_streams(kind):
     (program,) = programs.build([f"streams.{kind}"])
-    done = run(program, limit_s=200)
+    done = run(program, limit_s=500)
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r"^3\d passed, 0 failed$", done.stdout, re.MULTILINE), done.stdout
