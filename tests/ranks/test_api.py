@@ -249,7 +249,7 @@ del held
 pycomm.all_reduce(x, async_op=True).wait()  # the group keeps the arrays of the last call
 assert gc.collect() and gone() is None
 try: pycomm.Work()
-except TypeError: pycomm.shutdown()
+except TypeError: pycomm.shutdown()  # only the core makes one
 try: pycomm.all_reduce(x)
 except errors.GroupBroken as error: print(error)
 """
